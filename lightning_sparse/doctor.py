@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m lightning_sparse.doctor                      (workers on one)
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d -m lightning_sparse.doctor
 
-With several workers it measures the link between them and estimates the time of an exchange for a model with so many
-``--parameters`` at a ``--density``.
+With several workers, it measures the link between them. It then estimates the time of an exchange for a model with
+``--parameters`` elements at a ``--density``.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from lightning_sparse.kernels import is_available, native
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "OMP_NUM_THREADS")
 LARGE_BYTES = 25 * 2**20
-"""One of DDP's buckets."""
+"""The default size of DDP's buckets."""
 LARGE_ROUNDS, SMALL_ROUNDS = 5, 20
 
 
@@ -36,8 +36,8 @@ class LinkSpeed(NamedTuple):
     """The speed of a dense all-reduce.
 
     Attributes:
-        gbit_s: rate at which a worker receives a large tensor, in Gbit/s: that of its link, if the link limits it.
-        round_seconds: time for a tiny tensor, the latency of messages.
+        gbit_s: rate at which a worker receives a large tensor, in Gbit/s; its link's rate if the link is the limit.
+        round_seconds: time for a tensor of one element, the latency of messages.
     """
 
     gbit_s: float
@@ -45,22 +45,24 @@ class LinkSpeed(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the description, and between workers the estimate, on rank 0."""
+    """Print the description of this machine and, with several workers, the estimate, on rank 0."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_sparse.doctor",
-        description="What this machine has and, started by torchrun, how fast the link between workers is.",
+        description="Describe this machine and, with several workers of torchrun, measure their link.",
     )
-    parser.add_argument("--parameters", type=int, default=100_000_000, help="of the model to speak of (100,000,000)")
-    parser.add_argument("--density", type=float, default=0.001, help="share of coordinates to send (0.001)")
+    parser.add_argument(
+        "--parameters", type=int, default=100_000_000, help="elements of the model (default: 100,000,000)"
+    )
+    parser.add_argument("--density", type=float, default=0.001, help="share of coordinates to send (default: 0.001)")
     options = parser.parse_args(arguments)
     if options.parameters < 1:
-        parser.error(f"--parameters must be at least 1, and is {options.parameters}")
+        parser.error(f"Invalid --parameters={options.parameters}. Must be at least 1.")
     if not 0 < options.density <= 1:
-        parser.error(f"--density must be within (0, 1], and is {options.density:g}")
+        parser.error(f"Invalid --density={options.density:g}. Must be within (0, 1].")
     num_workers = int(os.environ.get("WORLD_SIZE", "1"))
     if num_workers == 1:
-        print("\n".join(described()))
-        print("One worker. Started by torchrun on several, this measures the link between them.")
+        print("\n".join(describe_machine()))
+        print("This is a single worker. Start several with torchrun to measure the link between them.")
         return
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
@@ -70,14 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         speed = measure_link(device)
         if dist.get_rank() == 0:
-            print("\n".join(described()))
-            print("\n".join(verdict(speed, num_workers, options.parameters, options.density, on_gpu=on_gpu)))
+            print("\n".join(describe_machine()))
+            print("\n".join(describe_link(speed, num_workers, options.parameters, options.density, on_gpu=on_gpu)))
     finally:
         dist.destroy_process_group()
 
 
-def described() -> list[str]:
-    """Return a description of this machine, line by line."""
+def describe_machine() -> list[str]:
+    """Return the lines of a description of this machine."""
     versions = {name: _version_of(name) for name in ("torch", "lightning", "torchmetrics", "triton", "matplotlib")}
     gpus = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     lines = [
@@ -90,19 +92,23 @@ def described() -> list[str]:
         f"  process groups: {', '.join(_backends()) or 'none'}",
     ]
     if gpus:
-        lines.append(f"  kernels of Triton: {'yes' if is_available(torch.device('cuda')) else 'no, so slower ones'}")
+        lines.append(
+            f"  Triton kernels: {'yes' if is_available(torch.device('cuda')) else 'no, slower operations replace them'}"
+        )
     elif native.is_native(torch.empty(0), wire_dtype=torch.float32):
         lines.append("  compiled functions for CPUs: yes")
     else:
-        lines.append("  compiled functions for CPUs: no; they need a C compiler")
+        lines.append("  compiled functions for CPUs: no, install a C compiler")
     return lines
 
 
 def measure_link(device: torch.device) -> LinkSpeed:
-    """Return the speed of the default process group: medians of the slowest worker. Collective; takes a few seconds.
+    """Return the speed of the default process group, measured in a few seconds. Collective.
+
+    Both numbers are medians of the slowest worker.
 
     Args:
-        device: of the exchanged tensors.
+        device: the device of the exchanged tensors.
     """
     workers = dist.get_world_size()
     large = _all_reduce_seconds(torch.zeros(LARGE_BYTES // 4, device=device), LARGE_ROUNDS)
@@ -114,35 +120,37 @@ def measure_link(device: torch.device) -> LinkSpeed:
     return LinkSpeed(8e-9 * received / max(large - small, 1e-9), small)
 
 
-def verdict(speed: LinkSpeed, num_workers: int, num_elements: int, density: float, *, on_gpu: bool) -> list[str]:
-    """Return the measurement between workers and an estimate from it, line by line.
+def describe_link(speed: LinkSpeed, num_workers: int, num_elements: int, density: float, *, on_gpu: bool) -> list[str]:
+    """Return the lines of the measurement and of an estimate from it.
 
     Args:
-        speed: of the link.
+        speed: the measured speed of the link.
         num_workers: n.
-        num_elements: parameters of a model.
+        num_elements: elements of the model.
         density: share of coordinates to send, in (0, 1].
         on_gpu: whether the link was measured on GPUs.
     """
-    told = estimate(num_elements, num_workers=num_workers, gbit_per_s=speed.gbit_s, density=density, on_gpu=on_gpu)
+    prediction = estimate(
+        num_elements, num_workers=num_workers, gbit_per_s=speed.gbit_s, density=density, on_gpu=on_gpu
+    )
     return [
         f"Link: {gbit(speed.gbit_s)} Gbit/s to each of {num_workers} workers in an all-reduce of 26 MB; "
-        f"{1e3 * speed.round_seconds:.2g} ms for an empty one. (link_gbit_s={gbit(speed.gbit_s, 2)} tells it to a "
-        "strategy)",
-        str(told),
-        "DensityMonitor's table at the end of a fit says what your own training gains.",
+        f"{1e3 * speed.round_seconds:.2g} ms for a single element. "
+        f"Pass link_gbit_s={gbit(speed.gbit_s, 2)} to a strategy.",
+        str(prediction),
+        "After a fit, the table of DensityMonitor shows the gain of your training.",
     ]
 
 
 def _all_reduce_seconds(tensor: Tensor, rounds: int) -> float:
-    taken = []
+    seconds = []
     for _ in range(rounds + 1):
         dist.barrier()
         begin = perf_counter()
         dist.all_reduce(tensor)
         float(tensor[0])  # waits for the device
-        taken.append(perf_counter() - begin)
-    return median(taken[1:])  # the first builds connections
+        seconds.append(perf_counter() - begin)
+    return median(seconds[1:])  # the first round opens connections
 
 
 def _version_of(name: str) -> str:
@@ -153,21 +161,21 @@ def _version_of(name: str) -> str:
 
 
 def _address() -> str:
-    named = "name the interface that leads to other hosts, GLOO_SOCKET_IFNAME=… and NCCL_SOCKET_IFNAME=…"
+    remedy = "set the interface to other hosts, GLOO_SOCKET_IFNAME=… and NCCL_SOCKET_IFNAME=…"
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
-        return f"the name cannot be resolved; {named}"
+        return f"the name cannot be resolved; {remedy}"
     if not address.startswith("127."):
         return address
     given = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ]
-    advice = f"{' and '.join(given)} says which interface to take instead" if given else named
-    return f"{address}, which is this machine alone; {advice}"
+    advice = f"{' and '.join(given)} selects another interface" if given else remedy
+    return f"{address}, which other hosts cannot reach; {advice}"
 
 
 def _backends() -> list[str]:
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return [name for name, is_there in there.items() if is_there]
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return [name for name, is_available in available.items() if is_available]
 
 
 if __name__ == "__main__":

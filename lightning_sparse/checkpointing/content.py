@@ -3,17 +3,17 @@
 All strategies write the same fields under one key, plain containers and tensors that ``weights_only=True`` loads::
 
     kind            the kind of averaging: a key of ``WRITERS``
-    version         of the format
+    version         the version of the format
     world_size      number of workers, or of replicas
-    ranks           number of ranks in each replica; 1 if the model is not sharded
-    unsent_norm     sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values; None if they have none or none are saved
-    numbers         ``Snapshot.numbers``; None where no state could be saved
-    histories       for every rank of a replica its ``Snapshot.history``
+    ranks           number of ranks per replica; 1 if the model is not sharded
+    unsent_norm     sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values; None without saved unsent values
+    numbers         ``Snapshot.numbers``; None if no state could be saved
+    histories       ``Snapshot.history`` of every rank of a replica
     shared          ``Snapshot.shared``, whole tensors
-    workers         for every worker its ``Snapshot.own``, whole tensors; one entry if it is their mean
-    extras          for every rank of a replica a list with every worker's ``Snapshot.extra``
+    workers         ``Snapshot.own`` of every worker, whole tensors; a single entry for their mean
+    extras          for every rank of a replica, a list of every worker's ``Snapshot.extra``
     has_folder      whether ``shared`` and ``workers`` are in the folder ``FOLDER`` instead, written by all ranks
-    why_incomplete  None, or why tensors are missing that were asked for
+    why_incomplete  the reason why requested tensors are missing, None if they are not
     seal            see ``lightning_sparse.engine.snapshot``
 """
 
@@ -28,7 +28,7 @@ WorkerState = Literal["full", "small"]
 
 KEY = FOLDER = "lightning_sparse"
 SHARED, OPTIMIZERS = "shared", "optimizers"
-"""Names of the tensors that all workers share, and of a worker's optimizer states as nested dicts."""
+"""Names of tensors that all workers share, and of a worker's optimizer states as nested dicts."""
 VERSION = 1
 WRITERS = {
     "gradients": "a ddp_* or hsdp_* strategy or simulated workers",
@@ -36,14 +36,14 @@ WRITERS = {
 }
 STARTS = {
     "gradients": "Residuals start from zero and, with a density, calibration begins.",
-    "drifts": "All workers begin with its weights as the anchor and, with a density, with a calibration.",
+    "drifts": "All workers start with the checkpoint's weights as the anchor and, with a density, calibration begins.",
 }
 UNSENT = {"gradients": "residual", "drifts": "unsent"}
-"""The kind of tensors that hold unsent values."""
+"""The kind of tensors with unsent values."""
 
 
 def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
-    """Return a checkpoint's entry under ``KEY`` if averaging of this kind saved it, else None after a message.
+    """Return a checkpoint's entry if averaging of this kind saved it, else None after a message.
 
     Raises:
         DamagedStateError: no version of this package wrote the content.
@@ -60,8 +60,8 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
         raise DamagedStateError("version", f"is {version!r}")
     if version > VERSION:
         raise RuntimeError(
-            f"The checkpoint holds {writer} in format {version}, and this version of lightning_sparse reads formats up "
-            f"to {VERSION}. Update lightning_sparse."
+            f"The checkpoint holds {writer} in format {version}, but this version of lightning_sparse reads formats "
+            f"up to {VERSION}. Update lightning_sparse."
         )
     if writer == kind:
         return fields
@@ -77,7 +77,7 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
 
 
 def say_incomplete(kind: str, why: str) -> None:
-    """Warn that a checkpoint of the right kind holds no tensors of workers."""
+    """Warn that a checkpoint of the right kind contains no tensors of workers."""
     if kind == "gradients":
         lost = "Unsent values are lost, and residuals start from zero."
         rank_zero_warn(f"lightning_sparse: the checkpoint holds no residuals ({why}). {lost}")
@@ -86,14 +86,20 @@ def say_incomplete(kind: str, why: str) -> None:
 
 
 def warn_of_incomplete(kind: str, why: str, weights: str = "mean of the workers'") -> None:
-    """Warn that a checkpoint is written without tensors of workers, for drifts with the weights of this owner."""
+    """Warn that a checkpoint is written without tensors of workers.
+
+    Args:
+        kind: the kind of averaging.
+        why: the reason.
+        weights: of drifts, the owner of the saved weights.
+    """
     if kind == "gradients":
         rank_zero_warn(
-            f"lightning_sparse: the checkpoint is written without residuals: {why}. A run that resumes from it begins "
-            "with residuals of zero; unsent values are lost."
+            f"lightning_sparse: the checkpoint is written without residuals: {why}. A run that resumes from it starts "
+            "with residuals of zero, and unsent values are lost."
         )
     else:
         rank_zero_warn(
             f"lightning_sparse: the checkpoint is written with the {weights} weights and without drifts: {why}. It "
-            "lacks what workers did since the last exchange, and unsent values."
+            "lacks the workers' progress since the last exchange, and unsent values."
         )

@@ -43,7 +43,7 @@ def restore(
     module: Any = None,
     optimizers: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Replace all state of this process's averagers by a checkpoint's. Collective: all ranks.
+    """Replace all state of this process's averagers by that of a checkpoint. Collective: all ranks.
 
     Args:
         averagers: between two steps; several only for simulated workers.
@@ -96,7 +96,7 @@ def restore(
 
 
 class SavedTensors:
-    """The tensors of a checkpoint: whole in its content, or in a folder that all ranks wrote.
+    """The tensors of a checkpoint, in its content or in a folder that all ranks wrote.
 
     From a folder ``read`` is collective. Raises FileNotFoundError if the folder is missing.
     """
@@ -116,7 +116,7 @@ class SavedTensors:
         return {path[len(prefix) :]: shape for path, shape in self._in_folder.items() if path.startswith(prefix)}
 
     def read(self, worker: str, kind: str, tree: dict[str, Any]) -> None:
-        """Fill nested containers in place with this rank's parts of the tensors, and with other saved values."""
+        """Fill nested containers in place with saved values, and with this rank's parts of tensors."""
         if self._folder is None:
             tree |= {name: _filled(entry, self._held[worker][kind][name]) for name, entry in tree.items()}
             return
@@ -141,7 +141,7 @@ def _filled(target: Any, saved: Any) -> Any:
 
 
 def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Mapping[str, Any], SavedTensors]:
-    """Return the content and its tensors; after a warning without any if they are missing."""
+    """Return the content and its tensors; warn if tensors are missing."""
     if not saved["has_folder"]:
         has_steps = saved["numbers"]["last_step"] is not None
         if kind == "gradients" and not saved["workers"] and has_steps:
@@ -149,7 +149,7 @@ def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Map
         return saved, SavedTensors(saved)
     folder = None if path is None else path / FOLDER
     if folder is not None:
-        # A file that was consolidated from a folder has no folder beside it.
+        # A file that was consolidated from a folder lacks the folder.
         with suppress(FileNotFoundError, NotADirectoryError):
             return saved, SavedTensors(saved, folder)
     starts = "Residuals start from zero; unsent values are lost."
@@ -161,7 +161,7 @@ def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Map
 
 
 def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) -> tuple[str, ...]:
-    """Return the paths of tensors that only other processes load: no need to check n times the model."""
+    """Return paths of tensors that only other processes load, which this process need not check."""
     count, own = averagers[0].workers.num_workers, {averager.workers.rank for averager in averagers}
     held = saved.get("workers")
     if saved.get("world_size") != count or not isinstance(held, list) or len(held) != count:
@@ -185,7 +185,7 @@ def _say_world_size(averager: Averager, saved: int) -> None:
 
 
 def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return this rank's history and extra values, as far as they fit the numbers of workers and of ranks."""
+    """Return this rank's history and extra values that fit the number of workers and ranks."""
     if saved["ranks"] != averager.replica.num_workers:
         return {}, {}
     history: dict[str, Any] = saved["histories"][averager.replica.rank]
@@ -196,7 +196,7 @@ def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> 
 
 
 def _own(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
-    """Return a worker's own tensors, or the mean of the unsent ones over all workers of the checkpoint."""
+    """Return a worker's tensors, or the mean of unsent ones over the checkpoint's workers."""
     own, unsent = str(averager.workers.rank), UNSENT[averager.kind]
     is_own = is_same and source.num_workers == averager.workers.num_workers
     workers = [own] if is_own else [str(worker) for worker in range(source.num_workers)]
@@ -207,7 +207,7 @@ def _own(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
 
 
 def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> dict[str, Tensor]:
-    """Return this rank's parts, flat, of the saved tensors that still have their parameter's size."""
+    """Return this rank's flat parts of saved tensors with the size of their parameter."""
     shapes = source.shapes(worker, kind)
     parts = {}
     for name, parameter in averager.parameters.items():
@@ -220,7 +220,7 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
 
 
 def _say_changed_model(source: SavedTensors, averager: Averager) -> None:
-    """Warn of saved parameters that the model no longer has, and of parameters that were not saved."""
+    """Warn of saved parameters that the model lacks, and of parameters that were not saved."""
     unsent = source.shapes("0", UNSENT[averager.kind])
     sizes = {name: shape.numel() for name, shape in (unsent or source.shapes(SHARED, "anchor")).items()}
     held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}

@@ -36,15 +36,15 @@ from lightning_sparse.gradients import SparseState
 from lightning_sparse.selection.numbers import squared_norm
 
 PATIENCE = 300.0
-"""Seconds that a worker waits for all others to come and save. Validation may keep a worker that long."""
+"""Seconds that a worker waits until all others save. Validation may delay a worker that long."""
 PATIENCE_IN_TROUBLE = 15.0
-"""The same while an exception or a signal is handled: others may never come, and a job is soon killed."""
+"""Seconds to wait while an exception or a signal is handled: others may never save, and the job is killed soon."""
 CHUNK_BYTES = 2**24
 """Size of the chunks in which rank 0 receives tensors; rank 0 needs four times as much memory."""
 
 
 def patience_of(timeout: timedelta | None, *, is_broken_off: bool = False) -> float:
-    """Return the seconds to wait for others, no more than a process group's timeout."""
+    """Return the seconds to wait for others, at most a process group's timeout."""
     patience = PATIENCE_IN_TROUBLE if is_broken_off or is_in_trouble() else PATIENCE
     return patience if timeout is None else min(patience, timeout.total_seconds())
 
@@ -60,9 +60,10 @@ def is_in_trouble() -> bool:
 def why_not_together(
     averager: SparseState | SparseModelAverager, timeout: timedelta | None, obstacles: Sequence[str]
 ) -> str | None:
-    """Wait for all workers to save; return None, or the reason why they cannot, the same on all that came.
+    """Wait until all workers save; return None, or the reason why they cannot.
 
-    Workers must agree on ``obstacles``: why this worker cannot save, beside the averager's own reasons.
+    The reason is the same on all workers that came. Workers must agree on ``obstacles``, the reasons why this worker
+    cannot save in addition to the averager's own.
     """
     patience = patience_of(timeout, is_broken_off=averager.is_exchanging)
     obstacles = [*obstacles, *averager.obstacles()]
@@ -98,14 +99,14 @@ def collect_together(
         if not barrier.is_saving:
             why_not = why_not_together(averager, timeout, obstacles)
         if why_not is None:
-            barrier.is_saving = True  # a signal may ask for another save in the middle of this one
+            barrier.is_saving = True  # a signal may request another save during this one
             try:
                 apart = barrier.workers_apart() if workers.num_workers > 1 else workers
                 return collect(averager, apart, worker_state, extra=extra)
             except RuntimeError as error:
                 if workers.rank != 0:
                     raise
-                # A worker died or left. The file is worth having without residuals, as plain DDP's is.
+                # A worker died or left. A file without residuals is still useful, like a file of plain DDP.
                 barrier.give_up_apart()
                 why_not = f"gathering them failed: {str(error).splitlines()[0]}"
             finally:
@@ -116,7 +117,7 @@ def collect_together(
 
 
 def kinds_of(averager: Averager, worker_state: WorkerState) -> tuple[str, ...]:
-    """Return the kinds of a worker's own tensors that a checkpoint keeps."""
+    """Return the kinds of a worker's tensors that a checkpoint contains."""
     if averager.kind == "drifts":
         return ("weights", "unsent") if worker_state == "full" else ("unsent",)
     is_kept = worker_state == "full" or averager.replica.num_workers == 1  # parts of shards are not averaged
@@ -133,7 +134,7 @@ def collect(
     extra: Mapping[str, Any] | None = None,
     optimizers: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Return the content of a checkpoint, without its seal, on rank 0; None on other ranks.
+    """Return the content of a checkpoint without its seal on rank 0; None on other ranks.
 
     Collective for the ranks of a replica, and for all ranks if tensors of workers are kept. In one file rank 0 needs
     the memory of the content, and beside it four times ``CHUNK_BYTES`` or the largest tensor.
@@ -180,7 +181,7 @@ def collect(
 
 
 def collect_here(averagers: Sequence[Averager], worker_state: WorkerState) -> dict[str, Any]:
-    """Return the content of a checkpoint of workers that are all in this process."""
+    """Return the content of a checkpoint of workers in this process."""
     snapshots = [averager.snapshot() for averager in averagers]
     content = _empty_content("gradients", len(averagers), 1, None)
     content |= {"numbers": snapshots[0].numbers, "histories": [snapshots[0].history]}
@@ -192,7 +193,7 @@ def collect_here(averagers: Sequence[Averager], worker_state: WorkerState) -> di
 
 
 def content_of_launcher(strategy: ParallelStrategy, kind: str) -> dict[str, Any] | None:
-    """Return the content of a file that the process saves that forked or spawned the workers, as a notebook's.
+    """Return the content of a file that the launcher of the workers saves, such as a notebook's.
 
     Lightning brings that process weights, metrics and the best checkpoint's path, but neither optimizers nor the number
     of steps. None in other processes.
@@ -212,7 +213,7 @@ def _empty_content(kind: str, world_size: int, ranks: int, why_incomplete: str |
 
 
 def _laid_out(averager: Averager, tensors: Tensors) -> dict[str, Any]:
-    """Return flat parts as parts of tensors that are sharded like their parameters."""
+    """Return flat parts as tensors that are sharded like their parameters."""
     parameters = averager.parameters
     return {
         kind: {name: like_parameter(parameters.get(name, flat), flat) for name, flat in of_kind.items()}
@@ -223,7 +224,7 @@ def _laid_out(averager: Averager, tensors: Tensors) -> dict[str, Any]:
 def _gathered(
     own: Mapping[str, Any], workers: Workers, replica: Workers, *, is_mean: bool = False
 ) -> list[dict[str, Any]]:
-    """Return every worker's tensors whole on rank 0, or one entry with their mean; an empty list on other ranks."""
+    """Return every worker's whole tensors, or their mean, on rank 0; an empty list elsewhere."""
     of_workers: list[dict[str, Any]] = [{} for _ in range(1 if is_mean else workers.num_workers)]
     for chunk in _chunks(own):
         full = whole(chunk)
@@ -237,7 +238,7 @@ def _gathered(
 
 
 def _chunks(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[tuple[str, str], Any]]:
-    """Yield chunks of entries by kind and name, equal on all workers, whose parameters have the same sizes."""
+    """Yield chunks of entries by kind and name, equal on workers with equal parameters."""
     chunk: dict[tuple[str, str], Any] = {}
     num_bytes = 0
     for kind, of_kind in tree.items():
@@ -253,8 +254,8 @@ def _chunks(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[tuple[str, s
 
 
 def _mean_on_first(tensors: Mapping[Any, Tensor], workers: Workers) -> dict[Any, Tensor]:
-    """Return the workers' mean of each tensor on the CPU of rank 0; nothing elsewhere. Collective."""
-    # One tensor for all sums: messages hold on to theirs for a while.
+    """Return the workers' mean of each tensor on the CPU of rank 0. Collective."""
+    # One tensor for all sums, because messages keep their memory for a while.
     largest = max(tensors.values(), key=Tensor.numel)
     room = torch.empty(largest.numel(), dtype=torch.float64, device=largest.device)
     means = {}
@@ -267,12 +268,12 @@ def _mean_on_first(tensors: Mapping[Any, Tensor], workers: Workers) -> dict[Any,
 
 
 def mean_of_workers(of_workers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of each tensor, which is zero on workers that lack it."""
+    """Return the mean of each tensor; a missing tensor counts as zero."""
     if len(of_workers) == 1:
         return of_workers[0]
     names = dict.fromkeys(name for tensors in of_workers for name in tensors)
     means = {}
     for name in names:
-        held = torch.stack([tensors[name] for tensors in of_workers if name in tensors])
-        means[name] = (held.double().sum(0) / len(of_workers)).to(held.dtype)
+        values = torch.stack([tensors[name] for tensors in of_workers if name in tensors])
+        means[name] = (values.double().sum(0) / len(of_workers)).to(values.dtype)
     return means

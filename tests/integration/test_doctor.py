@@ -26,7 +26,7 @@ def test_alone_it_says_what_there_is() -> None:
     assert text.startswith(f"lightning_sparse {__version__}\n")
     assert f"torch {torch.__version__.partition('+')[0]}" in text
     assert re.search(r"compiled functions for CPUs: (yes|no; they need)", text) or "kernels of Triton" in text
-    assert text.endswith("One worker. Started by torchrun on several, this measures the link between them.\n")
+    assert text.endswith("This is a single worker. Start several with torchrun to measure the link between them.\n")
 
 
 @pytest.mark.full
@@ -51,15 +51,15 @@ def test_the_rate_of_a_shaped_link_is_found() -> None:
 
 
 def test_what_follows_from_a_link() -> None:
-    lines = doctor.verdict(LinkSpeed(0.94, 3e-4), 8, 10_000_000, 0.01, on_gpu=False)
+    lines = doctor.describe_link(LinkSpeed(0.94, 3e-4), 8, 10_000_000, 0.01, on_gpu=False)
     assert lines[0].startswith(
-        "Link: 0.94 Gbit/s to each of 8 workers in an all-reduce of 26 MB; 0.3 ms for an empty one"
+        "Link: 0.94 Gbit/s to each of 8 workers in an all-reduce of 26 MB; 0.3 ms for a single element"
     )
     assert "link_gbit_s=0.94" in lines[0]
     assert lines[1].startswith("10,000,000 elements, 8 workers, 0.94 Gbit/s each")
-    [fast, *_] = doctor.verdict(LinkSpeed(2437.0, 3e-5), 8, 10_000_000, 0.01, on_gpu=True)
+    [fast, *_] = doctor.describe_link(LinkSpeed(2437.0, 3e-5), 8, 10_000_000, 0.01, on_gpu=True)
     assert fast.startswith("Link: 2440 Gbit/s")
-    assert "(link_gbit_s=2400 tells it to a strategy)" in fast
+    assert "Pass link_gbit_s=2400 to a strategy." in fast
 
 
 def test_a_group_of_workers_is_as_fast_on_all() -> None:
@@ -75,13 +75,15 @@ def test_arguments_out_of_range_are_refused_before_anything_else(arguments: list
         doctor.main(arguments)
     printed = capsys.readouterr()
     assert not printed.out
-    assert f"{arguments[0]} must be" in printed.err
+    assert f"Invalid {arguments[0]}={arguments[1]}. Must be" in printed.err
 
 
 def test_who_has_named_an_interface_is_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.socket, "gethostbyname", lambda _: "127.0.1.1")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    assert any("127.0.1.1, which is this machine alone; name the interface" in line for line in doctor.described())
+    assert any(
+        "127.0.1.1, which other hosts cannot reach; set the interface" in line for line in doctor.describe_machine()
+    )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    assert any("alone; GLOO_SOCKET_IFNAME says which interface" in line for line in doctor.described())
+    assert any("reach; GLOO_SOCKET_IFNAME selects another interface" in line for line in doctor.describe_machine())
