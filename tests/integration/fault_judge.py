@@ -51,7 +51,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     finished: bool = False
     has_struck: bool = True
-    said: str = ""
+    printed: str = ""
     """The end of what each worker wrote, of a training that did not finish."""
 
     def file(self, start: str) -> File | None:
@@ -216,7 +216,7 @@ class Judge:
                 outcome.problems += self.check_end(result, rank, self.states[-1], "the struck run itself")
         else:
             outputs = sorted(folder.glob("output of *"))
-            outcome.said = "\n".join(f"{output.name}:\n{output.read_text()[-3000:]}" for output in outputs)
+            outcome.printed = "\n".join(f"{output.name}:\n{output.read_text()[-3000:]}" for output in outputs)
         return outcome
 
     def resume(self, outcomes: Sequence[tuple[Outcome, Path]]) -> None:
@@ -235,8 +235,8 @@ class Judge:
                     try:
                         self.resumed[content] = self._check_resumed(path, folder, number)
                     except FileNotFoundError:
-                        said = (folder / "output of 0").read_text()[-1500:]
-                        self.resumed[content] = [f"a resume from {path.name} failed: {exit_codes} {said}"]
+                        printed = (folder / "output of 0").read_text()[-1500:]
+                        self.resumed[content] = [f"a resume from {path.name} failed: {exit_codes} {printed}"]
         for outcome, _ in outcomes:
             for file in outcome.files:
                 outcome.problems += self.resumed[file.content]
@@ -250,8 +250,8 @@ class Judge:
             problems += self.check_end(result, rank, expected, f"resumed from {path.name}")
             if rank == 0 and self.case.is_sparse and (why := saved[KEY]["why_incomplete"]) is not None:
                 had_steps = self.case.is_local or saved[KEY]["numbers"]["last_step"] is not None
-                is_said = any(f"holds no {self.lacking}" in told and why in told for told in result["warnings"])
-                if had_steps and not is_said:
+                is_warned = any(f"holds no {self.lacking}" in text and why in text for text in result["warnings"])
+                if had_steps and not is_warned:
                     problems.append(f"resumed from {path.name}: no warning of missing {self.lacking}")
         return problems
 

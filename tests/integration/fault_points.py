@@ -155,22 +155,22 @@ class Injector:
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def notifying(*args: Any, **kwargs: Any) -> Any:
             self.tell(f"before {name}")
             result = function(*args, **kwargs)
             self.tell(f"after {name}")
             return result
 
-        return told
+        return notifying
 
     def collective(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        told = self.around(name, function)
+        notifying = self.around(name, function)
 
         @functools.wraps(function)
         def of_the_package(*args: Any, **kwargs: Any) -> Any:
             # Lightning and DDP issue some of their own.
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            return (told if caller.startswith("lightning_sparse") else function)(*args, **kwargs)
+            return (notifying if caller.startswith("lightning_sparse") else function)(*args, **kwargs)
 
         return of_the_package
 

@@ -186,11 +186,11 @@ def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
         # Lightning finds the newest of these by itself.
         number_of = {file: int(file.stem.rpartition("_")[2]) for file in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
         ckpt_path = "hpc" if Path(path) == max(number_of, key=number_of.__getitem__, default=None) else path
-        told: list[str] = []
-        with warnings_of(told):
+        messages: list[str] = []
+        with warnings_of(messages):
             injector = Injector([], folder / "none")
             result = fit(case, Path(path).parent, injector, RESUMED_STEPS, ckpt_path, [Callback()])
-        torch.save(result | {"warnings": told}, folder / f"{number} of {rank}")
+        torch.save(result | {"warnings": messages}, folder / f"{number} of {rank}")
 
 
 # Who watches them.

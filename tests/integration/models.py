@@ -210,11 +210,11 @@ def forgets_a_search() -> str | None:
 
 
 @contextmanager
-def messages_of(told: list[str]) -> Iterator[None]:
+def messages_of(messages: list[str]) -> Iterator[None]:
     """Within it a list collects what ``rank_zero_info`` says."""
 
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in ("lightning.fabric", "lightning.pytorch")]  # one or the other
     for logger in loggers:
         logger.addHandler(handler)
@@ -226,12 +226,12 @@ def messages_of(told: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def warnings_of(told: list[str], words: str = "") -> Iterator[None]:
+def warnings_of(messages: list[str], words: str = "") -> Iterator[None]:
     """Within it a list collects the warnings that have these words."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    told += [str(warning.message) for warning in caught if words in str(warning.message)]
+    messages += [str(warning.message) for warning in caught if words in str(warning.message)]
 
 
 def world_size() -> int:

@@ -1,4 +1,4 @@
-"""Workers that were started differently get one error at set-up, the same on all, that names the difference."""
+"""Workers with different configurations all raise the same error at set-up, which names the difference."""
 
 import os
 from typing import Any
@@ -30,12 +30,12 @@ def double(model: LightningModule) -> None:
 
 
 def older(model: LightningModule) -> None:
-    """Not the model but the package: the second worker has another version."""
+    """Gives rank 1 another version of the package."""
     lightning_sparse.exchange.agreement.__version__ = "0.0.1"
 
 
 def _start(change: Any, options: dict[str, Any]) -> str:
-    """The second worker has another model, or other options; returns what it is told."""
+    """Gives rank 1 another model or other options; returns the error."""
     is_different = os.environ["RANK"] == "1"
     model = Classifier()
     if is_different and change is not None:
@@ -62,14 +62,14 @@ def _start(change: Any, options: dict[str, Any]) -> str:
         (None, {"worker_state": "small"}, "worker_state: rank 0: 'full', rank 1: 'small'"),
     ],
 )
-def test_every_worker_is_told_what_differs(change: Any, options: dict[str, Any], difference: str) -> None:
+def test_every_worker_raises_and_names_the_difference(change: Any, options: dict[str, Any], difference: str) -> None:
     first, second = run_workers(_start, 2, change, options, process_group=False, timeout=60)
     assert first == second
     assert difference in first
 
 
 @on_workers(2, process_group=False, timeout=60)
-def test_a_long_list_of_differences_is_cut_short() -> None:
+def test_a_long_list_of_differences_is_truncated() -> None:
     layers = [torch.nn.Linear(2, 2 + int(os.environ["RANK"])) for _ in range(8)]
     model = Classifier()
     model.others = torch.nn.ModuleList(layers)

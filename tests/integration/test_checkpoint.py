@@ -87,7 +87,7 @@ class WithSchedule(Classifier):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, STOP, 0.7), "interval": "step"}]
 
 
-class OverflowsOnOne(WithSchedule):
+class OverflowOnOneWorker(WithSchedule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         is_bad = batch_idx == 3 and self.global_rank == 1
         return super().training_step(batch, batch_idx) * (float("inf") if is_bad else 1.0)
@@ -169,7 +169,7 @@ class End(Callback):
             "scale": scaler and scaler.get_scale(),
             "threshold": state.sparsifier.current_threshold,
         }
-        snapshot = state.state_dict()  # applies what still travels
+        snapshot = state.state_dict()  # applies a pending exchange
         self.seen |= {"tensors": snapshot["own"] | snapshot["shared"]}
 
 
@@ -188,7 +188,7 @@ def fit(
         plugins=plugins,
     )
     make_optimizer = OPTIMIZERS[case.get("optimizer", "adam" if case.get("is_local") else "nesterov")]
-    model = (OverflowsOnOne if case.get("overflows") else WithSchedule)(make_optimizer)
+    model = (OverflowOnOneWorker if case.get("overflows") else WithSchedule)(make_optimizer)
     trainer.fit(model, ResumableData(case.get("batches_per_epoch", 1000)), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
     return end.seen
 
@@ -206,7 +206,7 @@ def rows_of_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "num_workers"), rows_of_cases())
-def test_a_resumed_run_equals_one_that_never_stopped(name: str, num_workers: int, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(name: str, num_workers: int, tmp_path: Path) -> None:
     case, path = CASES[name], tmp_path / "stop.ckpt"
     straight = run(num_workers, case, END, save=(STOP, str(path)))
     resumed = run(num_workers, case, END, resume=path)
@@ -292,7 +292,7 @@ def test_another_number_of_workers_starts_from_the_mean_of_drifting_weights(num_
 
 
 @pytest.mark.parametrize("keep_drift", [True, False])
-def test_a_small_checkpoint_of_drifts_holds_the_mean_and_the_first_optimizer(keep_drift: bool, tmp_path: Path) -> None:
+def test_a_small_checkpoint_of_drifts_has_mean_weights_and_one_optimizer(keep_drift: bool, tmp_path: Path) -> None:
     case, (path, full) = CASES["local, adam"], (tmp_path / "stop.ckpt", tmp_path / "full.ckpt")
     options = {"worker_state": "small", "keep_drift": keep_drift}
     run(2, case, STOP, save=(STOP, str(path)), **options)
@@ -310,7 +310,7 @@ def test_a_small_checkpoint_of_drifts_holds_the_mean_and_the_first_optimizer(kee
         assert worker["steps"][-1]["step"] > STOP
 
 
-def test_a_small_checkpoint_holds_one_residual_and_a_full_one_n(tmp_path: Path) -> None:
+def test_a_small_checkpoint_has_a_single_residual_and_a_full_checkpoint_n(tmp_path: Path) -> None:
     sizes = {}
     for kind in ("full", "small"):
         path = tmp_path / f"{kind}.ckpt"
@@ -352,7 +352,7 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     return callback.residuals, messages
 
 
-def test_a_changed_model_keeps_what_still_fits_and_says_what_does_not(tmp_path: Path) -> None:
+def test_a_changed_model_keeps_matching_state_and_names_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
     run(1, CASES["plain"], STOP, save=(STOP, str(path)))
     [(residuals, [message])] = run_workers(_fit_renamed, 1, str(path), process_group=False)
@@ -363,7 +363,7 @@ def test_a_changed_model_keeps_what_still_fits_and_says_what_does_not(tmp_path: 
     assert "centre.weight" in message
 
 
-def test_a_threshold_that_the_user_changed_is_the_users(tmp_path: Path) -> None:
+def test_a_threshold_changed_by_the_user_stays(tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
     run(2, CASES["plain"], STOP, save=(STOP, str(path)))
     for worker in run(2, {"strategy": {"threshold": 0.5}}, STOP + 4, resume=path):

@@ -1,4 +1,4 @@
-"""Every strategy's checkpoint resumed with every strategy: kept, lost with its norm in one message, or refused."""
+"""Resumes the checkpoint of every strategy with every strategy: residuals stay, or a message names their norm."""
 
 import os
 import re
@@ -56,11 +56,11 @@ READERS = [name for name in STRATEGIES if name != "plain ddp"]
 OF_DRIFTS = {name for name in READERS if name.startswith("local")}
 FAMILIES = {"gradients": {*READERS} - OF_DRIFTS, "drifts": OF_DRIFTS}
 NOTHING_UNSENT = {"local", "local_hsdp file"}
-"""What these do not send stays in each worker's weights, whose mean the file holds."""
+"""These keep unsent drifts in the weights of each worker, whose mean is in the file."""
 
 
 def notes_unsent(squares: list[float]) -> Callback:
-    """Returns a callback that adds the squared norms of what this process's workers have not sent at the start."""
+    """Returns a callback that adds the squared norms of unsent values of this process's workers at the start."""
 
     def note(trainer: Any, _: Any) -> None:
         for state in getattr(getattr(trainer.strategy, "workers", None), "each", [trainer.strategy.state]):
@@ -83,7 +83,7 @@ def _write(names: list[str], folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    """Holds a checkpoint of every strategy."""
+    """Returns a folder with a checkpoint of every strategy."""
     place: Path = tmp_path_factory.mktemp("pairs")
     run_workers(_write, 2, [name for name in STRATEGIES if name != "simulated"], str(place), process_group=False)
     run_workers(_write, 1, ["simulated"], str(place), process_group=False)
@@ -91,22 +91,22 @@ def folder(tmp_path_factory: Any) -> Path:
 
 
 def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[float], list[str], list[str]]]:
-    """Returns for every checkpoint what is unsent when training goes on, the warnings and the other messages."""
+    """Returns squared norms of unsent values after a resume, warnings and messages for every checkpoint."""
     found = {}
     for writer in STRATEGIES:
-        unsent, warned, told = list[float](), list[str](), list[str]()
+        unsent, warned, messages = list[float](), list[str](), list[str]()
         trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[notes_unsent(unsent)])
-        with messages_of(told), warnings_of(warned):
+        with messages_of(messages), warnings_of(warned):
             try:
                 trainer.fit(Sharded(), data(), ckpt_path=f"{folder}/{writer}")
             except ValueError as error:
-                told = [f"ValueError: {error}"]
-        found[writer] = unsent, warned, told
+                messages = [f"ValueError: {error}"]
+        found[writer] = unsent, warned, messages
     return found
 
 
 def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[str], list[float]]:
-    """Resumes from one file that Lightning has made of a folder; returns the warnings and what is unsent."""
+    """Resumes from a file that Lightning consolidated from a folder; returns warnings and unsent norms."""
     merged = _load_distributed_checkpoint(Path(folder, writer))
     merged["optimizer_states"] = [merged.pop("optimizer_0")]
     path = f"{folder}/consolidated for {os.environ['RANK']}"
@@ -126,13 +126,13 @@ def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[str], lis
         ("local", "local_hsdp folder, kept apart", "All begin with the checkpoint's weights"),
     ],
 )
-def test_a_file_that_was_consolidated_from_a_folder_says_what_is_lost(
+def test_a_consolidated_checkpoint_causes_a_warning_of_lost_state(
     folder: Path, reader: str, writer: str, starts: str
 ) -> None:
     (warned, unsent), _ = run_workers(_consolidated, 2, str(folder), reader, writer, process_group=False)
     assert unsent == [0]
     missing = f"the checkpoint's folder .*lightning_sparse is missing. {starts}"
-    assert any(re.search(missing, told) for told in warned)
+    assert any(re.search(missing, text) for text in warned)
 
 
 def _unsent_norm(path: Path) -> float | None:
@@ -141,7 +141,7 @@ def _unsent_norm(path: Path) -> float | None:
     return norm
 
 
-def _of_one(messages: list[str], word: str) -> list[str]:
+def _matching(messages: list[str], word: str) -> list[str]:
     return [message for message in messages if "lightning_sparse" in message and re.search(word, message)]
 
 
@@ -155,36 +155,37 @@ def _of_one(messages: list[str], word: str) -> list[str]:
         for reader in ("ddp", "simulated", "local, kept apart", "hsdp file", "local_hsdp folder, kept apart")
     ],
 )
-def test_what_a_resume_keeps_and_what_it_says_of_the_rest(reader: str, num_workers: int, folder: Path) -> None:
+def test_a_resume_keeps_unsent_values_or_warns_of_their_loss(reader: str, num_workers: int, folder: Path) -> None:
     results = run_workers(
         _resume, _processes(reader, num_workers), reader, num_workers, str(folder), process_group=False
     )
     family = next(kind for kind, names in FAMILIES.items() if reader in names)
     for writer in STRATEGIES:
         squares = [square for result in results for square in result[writer][0]]
-        _, warned, said = results[0][writer]
+        _, warned, messages = results[0][writer]
         kind = next((kind for kind, names in FAMILIES.items() if writer in names), None)
-        lost = _of_one(warned, "are lost")
-        assert len(_of_one(said, "the sparsifier differs from the checkpoint's")) <= 1, writer  # not once per worker
+        lost = _matching(warned, "are lost")
+        assert len(_matching(messages, "the sparsifier differs from the checkpoint's")) <= 1, writer
         if "folder" in writer and "hsdp" not in reader:
-            assert re.search("is a folder, but .* resume with one of these", said[0]), writer
+            assert re.search("is a folder, but .* resume with one of these", messages[0]), writer
             continue
         unsent = sqrt(sum(squares) / len(squares))
         if kind is None:
             assert (lost, unsent) == ([], 0), writer
-            assert _of_one(said, "written without a sparse exchange"), writer
+            assert _matching(messages, "written without a sparse exchange"), writer
             continue
         saved = _unsent_norm(folder / writer)
         assert (saved is None) == (writer in NOTHING_UNSENT), writer
         if kind == family:
             assert not lost, (writer, lost)
-            assert bool(_of_one(said, "number of (workers|replicas) is 3 instead of 2")) == (num_workers == 3), writer
+            changed = _matching(messages, "number of (workers|replicas) is 3 instead of 2")
+            assert bool(changed) == (num_workers == 3), writer
             if saved is not None and num_workers == 2 and not reader.endswith(("local", "local_hsdp file")):
                 assert unsent == pytest.approx(saved, rel=1e-5), writer
         else:
             assert unsent == 0, writer
-            told = lost or _of_one(said, "It holds no unsent")
-            assert len(told) == 1, (writer, told)
-            assert f"{WRITERS[kind]} wrote the checkpoint" in told[0], writer
+            losses = lost or _matching(messages, "It holds no unsent")
+            assert len(losses) == 1, (writer, losses)
+            assert f"{WRITERS[kind]} wrote the checkpoint" in losses[0], writer
             assert bool(lost) == (saved is not None), writer
-            assert saved is None or f"(norm {saved:.3g})" in told[0], writer
+            assert saved is None or f"(norm {saved:.3g})" in losses[0], writer

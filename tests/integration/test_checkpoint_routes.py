@@ -100,7 +100,7 @@ def asynchronous_writing_copies(tmp_path: Path) -> bool:
     return kept[0] is not weight
 
 
-def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_delayed_checkpoint_has_the_state_at_the_request(tmp_path: Path) -> None:
     run(2, CASES["plain"], STOP, save=(STOP, str(tmp_path / "at once.ckpt")))
     run_workers(_asynchronous, 2, str(tmp_path / "later.ckpt"), process_group=False)
     at_once, later = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("at once", "later"))
@@ -115,7 +115,7 @@ def test_a_checkpoint_written_later_holds_what_was_when_it_was_asked_for(tmp_pat
 
 
 @on_workers(2)
-def test_later_steps_do_not_change_what_was_collected() -> None:
+def test_later_steps_do_not_change_the_collected_state() -> None:
     model = DistributedDataParallel(Classifier())
     state = register_comm_hook(model, HardThreshold(threshold=0.02))
     (inputs, labels), *_ = ResumableData(1)
@@ -138,7 +138,7 @@ MILLION = 1_000_000
 
 @pytest.mark.parametrize(("kind", "copies"), [("full", 3), ("small", 1)])
 @on_workers(3)
-def test_gathering_residuals_needs_less_than_one_workers_beyond_the_content(kind: WorkerState, copies: int) -> None:
+def test_gathering_residuals_needs_less_memory_than_the_residuals_of_a_worker(kind: WorkerState, copies: int) -> None:
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     state = register_comm_hook(model, HardThreshold(threshold=0.02))
     state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
@@ -198,7 +198,7 @@ class CommandLineModel(WithSchedule):
         super().__init__(nesterov)
 
 
-def test_a_run_from_the_command_line_resumes_from_the_last_of_the_checkpoints_that_are_kept(tmp_path: Path) -> None:
+def test_a_command_line_run_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     straight = run(2, CASES["plain"], END)
     folder = str(tmp_path)
     run_workers(_command_line, 2, folder, "--trainer.max_steps=8", process_group=False)

@@ -49,7 +49,7 @@ def arguments_of_comparison(output):
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
+def test_a_comparison_runs_every_variant_once_and_draws_it(tmp_path, call):
     first = call(compare.main, *arguments_of_comparison(tmp_path))
     chosen, tried = first.out.split("\n\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in chosen.splitlines()]
@@ -82,7 +82,7 @@ def test_a_comparison_runs_every_variant_once_and_can_be_drawn(tmp_path, call):
 
 @pytest.mark.full
 @pytest.mark.long
-def test_a_variant_that_fails_shows_what_the_run_said_and_leaves_nothing(tmp_path):
+def test_a_failing_variant_shows_its_output_and_leaves_no_files(tmp_path):
     command = [sys.executable, "-m", "recipes.compare", DEMO, "--metric", "val/accuracy"]
     command += ["--output", str(tmp_path), "--variant", "wrong: --trainer.strategy.threshold=-1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
@@ -98,7 +98,7 @@ def test_a_table_has_mean_and_deviation_over_seeds():
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", "0.01"), ("max", "0.1")])
-def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
+def test_a_grid_takes_the_best_run_that_did_not_diverge(mode, best):
     grid = parse_grid("--model.learning_rate=0.01,0.1,1", mode)
     assert grid == Grid("model.learning_rate", ["0.01", "0.1", "1"], mode)
     metrics = {"1": float("nan"), "0.01": 1.5, "0.1": 2.0}
@@ -115,12 +115,12 @@ def test_a_grid_takes_the_best_and_never_a_run_that_diverged(mode, best):
         ("λ = 1: --a=1 '--b=[1, 2]'", ("λ = 1", ["--a=1", "--b=[1, 2]"])),
     ],
 )
-def test_a_variant_is_a_label_and_arguments(text, expected):
+def test_a_variant_has_a_label_and_arguments(text, expected):
     (variant,) = expand_variants(dict([parse_variant(text)]), [])
     assert (variant.label, variant.name, list(variant.arguments)) == (expected[0], *expected)
 
 
-def test_a_variant_that_asks_for_a_density_is_one_for_each():
+def test_a_variant_with_a_density_placeholder_expands_to_one_per_density():
     listed = {"a": "--x={density}", "b": {"arguments": "--y={tuned}", "tuned": 0.02}, "c": "--z"}
     variants = expand_variants(listed, [0.01, 0.0001])
     assert [variant.label for variant in variants] == ["a, 1 %", "a, 0.01 %", "b, 1 %", "b, 0.01 %", "c"]
@@ -142,13 +142,13 @@ def test_a_variant_that_asks_for_a_density_is_one_for_each():
         ({"a": {"arguments": "--x={tuned}", "tuned": -1}}, "Give 'arguments', and a number above 0 as 'tuned'"),
     ],
 )
-def test_a_variant_that_cannot_be_is_refused(listed, message):
+def test_an_invalid_variant_raises(listed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         expand_variants(listed, [])
 
 
 @pytest.mark.parametrize("power", [-2.0, -1.0, -5.0])
-def test_what_is_tuned_comes_to_the_density_asked_for_by_runs_that_are_kept(power, tmp_path):
+def test_tuning_reaches_the_requested_density_and_keeps_its_runs(power, tmp_path):
     made = []
 
     def outcome(variant, choice):
@@ -165,7 +165,7 @@ def test_what_is_tuned_comes_to_the_density_asked_for_by_runs_that_are_kept(powe
     assert runs.folder(variant, choice, 3).parts[-3:] == ("0.1", f"tuned_{choice.tuned}", "3")
 
 
-def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
+def test_failed_tuning_lists_its_attempts(tmp_path):
     variant = Variant("a", "a", ("--x={tuned}",), density=0.01, start=1.0)
     made = []
     runs = Runs(tmp_path / "x.yaml", tmp_path, "loss", [], None)
@@ -206,7 +206,7 @@ def test_what_cannot_be_tuned_ends_with_what_was_tried(tmp_path):
         ("λ: --x".encode("utf-16"), "cannot be read"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, capsys):
+def test_an_invalid_file_raises(content, message, tmp_path, call, capsys):
     content = content if isinstance(content, bytes) else content.encode()
     (tmp_path / "variants.yaml").write_bytes(content)
     given = [] if b"metric:" in content else ["--metric", "accuracy"]
@@ -227,7 +227,7 @@ def test_a_file_that_cannot_be_is_refused(content, message, tmp_path, call, caps
         (["nowhere.yaml", "--variant", "a: --x"], "There is no recipe nowhere.yaml"),
     ],
 )
-def test_a_command_that_cannot_be_is_refused(arguments, message, call, capsys):
+def test_an_invalid_command_exits_with_a_message(arguments, message, call, capsys):
     recipe = [] if arguments[0].endswith(".yaml") else [DEMO]
     with pytest.raises(SystemExit):
         call(compare.main, "--metric", "accuracy", *recipe, *arguments)
@@ -255,7 +255,7 @@ def without_training(monkeypatch, tmp_path):
     return Runs(tmp_path / "recipe" / "x.yaml", tmp_path, "loss", [], None), made
 
 
-def test_a_kept_run_of_another_recipe_is_not_taken_for_this_one(without_training):
+def test_a_kept_run_of_another_recipe_is_not_reused(without_training):
     (runs, _), variant = without_training, Variant("a", "a", ("--x=1",))
     folder = runs.run(variant, CHOICE, 1)
     runs.config.write_text("model: {rate: 0.1} # said otherwise")
@@ -265,7 +265,7 @@ def test_a_kept_run_of_another_recipe_is_not_taken_for_this_one(without_training
         runs.run(variant, CHOICE, 1)
 
 
-def test_a_kept_run_of_other_arguments_is_not_taken_for_this_one(without_training, tmp_path):
+def test_a_kept_run_with_other_arguments_is_not_reused(without_training, tmp_path):
     runs, _ = without_training
     first, other = Variant("c d", "c d", ("--x=1",)), Variant("c-d", "c-d", ("--x=2",))
     folder = runs.run(first, CHOICE, 1)
@@ -278,7 +278,7 @@ def test_a_kept_run_of_other_arguments_is_not_taken_for_this_one(without_trainin
     assert away != folder
 
 
-def test_what_a_killed_comparison_left_is_in_nobodys_way(without_training, tmp_path):
+def test_files_of_a_killed_comparison_do_not_disturb(without_training, tmp_path):
     (runs, made), variant = without_training, Variant("a", "a", ("--x=1",))
     orphan = tmp_path / "recipe" / "a" / "1.unfinished-00000000"
     orphan.mkdir(parents=True)
@@ -292,7 +292,7 @@ def test_what_a_killed_comparison_left_is_in_nobodys_way(without_training, tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_a_comparison_stops_its_training(number, tmp_path):
+def test_stopping_a_comparison_stops_its_training(number, tmp_path):
     (tmp_path / "x.yaml").touch()
     (tmp_path / "recipes.py").write_text(
         "import os, pathlib, subprocess, sys, time\n"
@@ -316,9 +316,9 @@ def test_who_stops_a_comparison_stops_its_training(number, tmp_path):
         assert compared.poll() is None, compared.stderr.read()
         time.sleep(0.1)
     compared.send_signal(number)
-    _, said = compared.communicate(timeout=60)
-    assert "Stopped. Finished runs are kept" in said
-    assert "Traceback" not in said
+    _, printed = compared.communicate(timeout=60)
+    assert "Stopped. Finished runs are kept" in printed
+    assert "Traceback" not in printed
     for process in map(int, (tmp_path / "pids").read_text().split()):
         for _ in range(100):
             if not is_running(process):
@@ -335,7 +335,7 @@ def test_two_comparisons_do_not_make_runs_in_one_folder(tmp_path):
         pass
 
 
-def test_the_command_of_a_run_does_not_write_where_the_run_is_kept(monkeypatch, tmp_path):
+def test_the_command_of_a_run_does_not_write_to_the_folder_of_kept_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     runs = Runs(Path("recipes/a/x.yaml"), tmp_path, "loss", ["--data.root=d"], None)
     command = runs.command_to_repeat(Variant("a b", "a b", ("--x=[1, 2]",)), CHOICE, 3)
@@ -345,7 +345,7 @@ def test_the_command_of_a_run_does_not_write_where_the_run_is_kept(monkeypatch, 
     )
 
 
-def test_a_folder_of_several_runs_is_refused(tmp_path):
+def test_a_folder_with_several_runs_is_rejected(tmp_path):
     for name in ("version_0", "version_1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "events.out.tfevents.1").touch()
@@ -353,7 +353,7 @@ def test_a_folder_of_several_runs_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_pictures_have_a_line_for_each_and_say_what_they_show():
+def test_pictures_have_a_line_per_variant_and_labels():
     outcomes = {
         Variant(f"{name}, {density:g}", name, (), density): [
             Outcome(loss, density, 1e8 * density, 1e8, 0.03) for loss in some

@@ -91,13 +91,13 @@ def damaged(content: dict[str, Any], seed: int) -> Any:
     return root["content"]
 
 
-class LoadsDamaged(Callback):
+class DamagedLoader(Callback):
     """Loads damaged copies of a checkpoint when training starts, and the intact one at the end."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.accepted: list[int] = []
-        self.said: set[str] = set()
+        self.errors: set[str] = set()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         checkpoint = torch.load(self.path, weights_only=True)
@@ -106,7 +106,7 @@ class LoadsDamaged(Callback):
             try:
                 self.load(trainer, {**checkpoint, KEY: content})
             except RuntimeError as error:
-                self.said.add(str(error).split(":")[0])
+                self.errors.add(str(error).split(":")[0])
             else:
                 self.accepted.append(seed)
         self.load(trainer, checkpoint)
@@ -128,18 +128,18 @@ def _load_damaged(name: str, path: str) -> tuple[list[int], set[str], bool]:
         return trainer
 
     fit(6).save_checkpoint(path)
-    loads = LoadsDamaged(path)
+    loads = DamagedLoader(path)
     trainer = fit(9, loads)
     finite = all(bool(parameter.isfinite().all()) for parameter in trainer.lightning_module.parameters())
-    return loads.accepted, loads.said, finite
+    return loads.accepted, loads.errors, finite
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_changed_entry_is_refused_by_all_workers_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+def test_all_workers_reject_a_changed_entry_before_loading(name: str, tmp_path: Path) -> None:
     num_workers, path = 1 if name == "simulated" else 2, str(tmp_path / "6.ckpt")
-    for accepted, said, finite in run_workers(_load_damaged, num_workers, name, path, process_group=False):
+    for accepted, errors, finite in run_workers(_load_damaged, num_workers, name, path, process_group=False):
         assert accepted == []
-        assert said <= {
+        assert errors <= {
             *("lightning_sparse cannot resume", "Rank 0", "Rank 1"),
             "The checkpoint holds gradients in format",
         }
@@ -168,7 +168,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 @on_workers(2, process_group=False)
-def test_a_damaged_folder_is_refused_by_all_ranks(name: str, tmp_path: Path) -> None:
+def test_all_ranks_reject_a_damaged_folder(name: str, tmp_path: Path) -> None:
     strategy = HSDPHardThresholdStrategy(threshold=0.1, replicas=2)
     trainer = quiet_trainer(strategy, max_steps=4)
     trainer.fit(Sharded(), shard_data())

@@ -21,7 +21,7 @@ def run_doctor(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=120).stdout
 
 
-def test_alone_it_says_what_there_is() -> None:
+def test_the_doctor_reports_the_environment() -> None:
     text = run_doctor()
     assert text.startswith(f"lightning_sparse {__version__}\n")
     assert f"torch {torch.__version__.partition('+')[0]}" in text
@@ -30,27 +30,27 @@ def test_alone_it_says_what_there_is() -> None:
 
 
 @pytest.mark.full
-def test_between_workers_it_measures_the_link() -> None:
+def test_the_doctor_measures_the_link_between_workers() -> None:
     text = run_doctor("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     [rate] = re.findall(r"^Link: (\S+) Gbit/s to each of 2 workers", text, re.MULTILINE)
     assert float(rate) > 0
     assert "1,000,000 elements, 2 workers" in text
-    assert text.count("lightning_sparse ") == 1  # the first worker alone speaks
+    assert text.count("lightning_sparse ") == 1  # only rank 0 prints
 
 
 @pytest.mark.full
 @pytest.mark.xdist_group("network")
-def test_the_rate_of_a_shaped_link_is_found() -> None:
+def test_the_doctor_finds_the_rate_of_a_shaped_link() -> None:
     if reason := NetworkLab.unavailable_reason():
         pytest.skip(reason)
     with NetworkLab(hosts=2) as lab:
         lab.shape("100mbit")
         text = "\n".join(lab.run([sys.executable, "-m", "lightning_sparse.doctor"], timeout=120))
     [rate] = re.findall(r"Link: (\S+) Gbit/s to each of 2 workers", text)
-    assert 0.05 < float(rate) <= 0.105  # no more than there is; a busy machine may use less of it
+    assert 0.05 < float(rate) <= 0.105  # at most the shaped rate; a busy machine may reach less
 
 
-def test_what_follows_from_a_link() -> None:
+def test_advice_follows_from_the_link() -> None:
     lines = doctor.describe_link(LinkSpeed(0.94, 3e-4), 8, 10_000_000, 0.01, on_gpu=False)
     assert lines[0].startswith(
         "Link: 0.94 Gbit/s to each of 8 workers in an all-reduce of 26 MB; 0.3 ms for a single element"
@@ -62,7 +62,7 @@ def test_what_follows_from_a_link() -> None:
     assert "Pass link_gbit_s=2400 to a strategy." in fast
 
 
-def test_a_group_of_workers_is_as_fast_on_all() -> None:
+def test_all_workers_report_the_same_speed() -> None:
     speeds = run_workers(doctor.measure_link, 2, torch.device("cpu"))
     assert speeds[0] == speeds[1]
     assert speeds[0].gbit_s > 0
@@ -70,7 +70,7 @@ def test_a_group_of_workers_is_as_fast_on_all() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--density", "2"], ["--density", "0"], ["--parameters", "0"]])
-def test_arguments_out_of_range_are_refused_before_anything_else(arguments: list[str], capsys: Any) -> None:
+def test_arguments_out_of_range_are_rejected_first(arguments: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit):
         doctor.main(arguments)
     printed = capsys.readouterr()
@@ -78,7 +78,7 @@ def test_arguments_out_of_range_are_refused_before_anything_else(arguments: list
     assert f"Invalid {arguments[0]}={arguments[1]}. Must be" in printed.err
 
 
-def test_who_has_named_an_interface_is_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_interface_replaces_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.socket, "gethostbyname", lambda _: "127.0.1.1")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

@@ -81,7 +81,7 @@ def names(path):
 
 
 @pytest.mark.parametrize("md5", [MD5, None])
-def test_whole(server, path, md5, capfd):
+def test_fetches_a_whole_file(server, path, md5, capfd):
     assert fetch(server.url, path, md5=md5) == path
     assert path.read_bytes() == CONTENT
     assert names(path) == ["data.bin"]
@@ -92,7 +92,7 @@ def test_whole(server, path, md5, capfd):
 
 class TestAlreadyThere:
     @pytest.mark.parametrize("md5", [MD5, None])
-    def test_is_taken_without_a_request(self, server, path, md5):
+    def test_an_existing_file_needs_no_request(self, server, path, md5):
         path.parent.mkdir()
         path.write_bytes(CONTENT)
         before = path.stat().st_mtime_ns
@@ -101,7 +101,7 @@ class TestAlreadyThere:
         assert server.requests == []
         assert names(path) == ["data.bin"]
 
-    def test_wrong_file_is_named_and_kept(self, server, path):
+    def test_a_wrong_file_is_named_and_kept(self, server, path):
         path.parent.mkdir()
         path.write_bytes(CONTENT[:1000])
         with pytest.raises(MissingDataError, match=rf"data\.bin is another file or incomplete: .* {MD5}\. Delete it"):
@@ -109,7 +109,7 @@ class TestAlreadyThere:
         assert path.read_bytes() == CONTENT[:1000]
         assert server.requests == []
 
-    def test_whole_but_not_renamed(self, server, path):
+    def test_a_complete_partial_file_is_renamed(self, server, path):
         path.parent.mkdir()
         part_of(path).write_bytes(CONTENT)
         assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
@@ -129,7 +129,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("md5", "etag", "ranges", "later", "asked"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_download_is_completed_where_both_halves_are_known_to_be_of_one_file(
+def test_a_broken_download_resumes_if_both_halves_belong_to_the_same_file(
     server, path, md5, etag, ranges, later, asked
 ):
     server.etag, server.ranges, server.break_after = etag, ranges, 300_000
@@ -156,7 +156,7 @@ def test_is_resumed_more_than_once(server, path):
 
 
 @pytest.mark.parametrize("left", [b"old" * 1000, CONTENT + b"more"], ids=["of another file", "longer than the file"])
-def test_starts_again_when_the_half_is(left, server, path):
+def test_restarts_if_the_partial_file_is_wrong(left, server, path):
     path.parent.mkdir()
     part_of(path).write_bytes(left)
     assert fetch(server.url, path, md5=MD5).read_bytes() == CONTENT
@@ -195,13 +195,13 @@ class TestFailure:
         server.announce = False
         self.fails(server.url, path, "does not send the file's length")
 
-    def test_folder_that_cannot_be_made(self, server, tmp_path):
+    def test_an_impossible_folder_raises(self, server, tmp_path):
         (tmp_path / "folder").write_text("a file")
         with pytest.raises(MissingDataError, match=r"data\.bin is missing and could not be fetched: .*folder"):
             fetch(server.url, tmp_path / "folder" / "data.bin", md5=MD5)
 
 
-def test_two_at_once_fetch_it_once(server, path):
+def test_concurrent_processes_fetch_the_file_once(server, path):
     threads = [threading.Thread(target=fetch, args=(server.url, path), kwargs={"md5": MD5}) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -335,7 +335,7 @@ def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("exchange", ["gather", "dense", "reduce_scatter"])
-def test_a_worker_that_stops_ends_the_others_after_the_timeout_of_the_strategy(exchange: str, tmp_path: Path) -> None:
+def test_a_stopped_worker_ends_the_others_after_the_timeout(exchange: str, tmp_path: Path) -> None:
     # Nobody closes the connection, so that only the timeout is left. Lightning's own broadcast before each step may
     # wait for as long once more, and says nothing of it.
     timeout = 4.0
@@ -360,7 +360,7 @@ def recorded(folder: Path, num_workers: int) -> list[dict[str, Any]]:
 
 @pytest.mark.full
 @pytest.mark.long
-def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path: Path) -> None:
+def test_a_run_restarted_by_torchrun_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     straight = run_workers(train, 2, 12, process_group=False)
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), "12", "3", "7", restarts=1) as process:
         exit_code, output = end_of(process, tmp_path)
@@ -374,7 +374,7 @@ def test_a_run_that_torchrun_restarts_ends_like_one_that_nobody_died_in(tmp_path
 
 @pytest.mark.full
 @pytest.mark.long
-def test_fewer_workers_go_on_after_a_death_with_the_mean_of_the_residuals(tmp_path: Path) -> None:
+def test_fewer_workers_resume_with_the_mean_of_the_residuals(tmp_path: Path) -> None:
     fate = Fate("forward", step=24)  # and not when an epoch has ended: Lightning 2.5 saves last.ckpt then too
     with workers(3, tmp_path, partial(train, 40, fate=fate, callbacks=(last_checkpoint(tmp_path, 10),))) as started:
         started.wait(range(3))
@@ -473,7 +473,7 @@ def _die_while_writing(folder: str, temporary: str, name: str, copies: bool) -> 
 
 @pytest.mark.parametrize("name", ["last", "step=3"])
 @pytest.mark.parametrize("copies", [False, True], ids=["written", "copied from TMPDIR"])
-def test_a_death_while_a_checkpoint_is_written_leaves_the_one_before(name: str, copies: bool, tmp_path: Path) -> None:
+def test_a_death_during_a_save_leaves_the_previous_checkpoint(name: str, copies: bool, tmp_path: Path) -> None:
     memory = Path("/dev/shm")
     if copies and (not os.access(memory, os.W_OK) or memory.stat().st_dev == tmp_path.stat().st_dev):
         pytest.skip("needs two file systems, of which /dev/shm is one")

@@ -58,7 +58,7 @@ def end_of(workers, folder):
 
 @pytest.mark.full
 @pytest.mark.long
-def test_the_example_for_clusters_saves_between_steps_when_one_worker_has_a_signal_and_goes_on_from_there(tmp_path):
+def test_the_example_for_clusters_saves_on_a_signal_and_resumes(tmp_path):
     with on_two_workers(1_000_000, tmp_path) as workers:
         while "step 100:" not in (tmp_path / "output of 0").read_text() and workers[0].poll() is None:
             time.sleep(0.05)

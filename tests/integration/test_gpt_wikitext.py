@@ -18,7 +18,7 @@ from tests.integration.recipe_runs import DATA, GPT_FOLDER, RECIPES, fit_recipe,
 from tests.workers import run_workers
 
 
-def test_a_position_sees_only_those_before_it():
+def test_a_position_sees_only_earlier_positions():
     torch.manual_seed(0)
     network = GPT(vocabulary_size=11, length=8, width=16, num_layers=2, num_heads=2).eval()
     tokens = torch.randint(0, 11, (3, 8))
@@ -43,12 +43,12 @@ def test_windows_are_the_text_without_gaps():
         windows[15]
 
 
-def test_more_positions_than_the_model_has_are_refused():
+def test_more_positions_than_the_model_has_raise():
     with pytest.raises(ValueError, match=r"--model\.length=4"):
         GPT(length=4)(torch.zeros(1, 5, dtype=torch.int64))
 
 
-def test_without_the_text_it_says_where_it_belongs(tmp_path):
+def test_an_error_names_the_folder_of_the_missing_text(tmp_path):
     module = GPTDataModule(str(tmp_path))
     with pytest.raises(MissingDataError, match=r"wiki\.train\.tokens"):
         module.setup("fit")
@@ -92,7 +92,7 @@ def test_local_training_learns_a_text_without_a_download(tmp_path):
     assert all(metrics["val/loss"] == pytest.approx(first.metrics["val/loss"], rel=0.05) for metrics in shown.values())
 
 
-def test_too_small_a_vocabulary_is_told():
+def test_a_small_vocabulary_raises():
     module = GPTDataModule(source="builtin", tokenizer="words", length=16)
     module.setup("fit")
     model = GPTLanguageModel(vocabulary_size=100)

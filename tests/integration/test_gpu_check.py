@@ -37,14 +37,14 @@ NO_GPU = pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="t
         pytest.param([], "--device cpu tests this script only", marks=NO_GPU),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_measured(options, words, capsys, monkeypatch):
+def test_invalid_arguments_are_rejected_before_any_measurement(options, words, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_check", *options])
     with pytest.raises(SystemExit, match="2"):
         gpu_check.main()
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_an_interrupt_keeps_what_was_measured_and_a_failure_says_why(tmp_path, capsys, monkeypatch):
+def test_an_interrupt_keeps_measurements_and_a_failure_names_its_reason(tmp_path, capsys, monkeypatch):
     def fail(*_, **__):
         return subprocess.CompletedProcess([], 1, "", "Traceback\nOSError: no data there")
 

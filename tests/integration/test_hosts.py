@@ -216,7 +216,7 @@ def test_lost_frames_cost_only_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_hosts_on_links_of_different_rates_come_to_the_same(tmp_path: Path) -> None:
+def test_hosts_on_links_of_different_rates_agree(tmp_path: Path) -> None:
     with NetworkLab(hosts=4) as lab:
         for host, rate in ((1, "100mbit"), (2, "20mbit"), (3, "4mbit")):
             configure(lab, host, f"qdisc replace dev {INTERFACE} root tbf rate {rate} burst 20000 limit 10000000")

@@ -1,4 +1,4 @@
-"""Checkpoints of replicas of shards, as a folder and as one file, with a threshold on gradients and on drifts."""
+"""Checkpoints of sharded replicas, as a folder and as a file, with a threshold on gradients and on drifts."""
 
 import copy
 import functools
@@ -44,7 +44,7 @@ in_both_forms = pytest.mark.parametrize("is_folder", [True, False], ids=["folder
 
 
 class WithBuffers(WithAdam):
-    """Has statistics of its batches, and a frozen layer that follows the first by itself, its bias on one rank only."""
+    """Has batch statistics, and a frozen layer that tracks the first, with its bias on one rank only."""
 
     def configure_model(self) -> None:
         if self.network is None:
@@ -96,12 +96,12 @@ OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tens
 
 
 def notes_start(found: dict[str, Any]) -> Callback:
-    """Returns a callback that fills a dict with what a replica has when training begins."""
+    """Returns a callback that fills a dict with the state of a replica at the start of training."""
     return LambdaCallback(on_train_start=lambda trainer, _: found.update(held(trainer.strategy)))
 
 
 def held(strategy: Any) -> dict[str, Any]:
-    """Returns what this rank's replica has, with whole tensors."""
+    """Returns the state of this rank's replica in full tensors."""
     state = strategy.state
     parameters, snapshot = state.parameters, state.snapshot()
 
@@ -154,9 +154,9 @@ def _stop_and_resume(folder: str, is_folder: bool, names: list[str]) -> dict[str
     results: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         if issubclass((SETTINGS | OF_EIGHT)[name][1], Stateless) and not is_folder:
-            continue  # Lightning cannot resume from such a file, with its own strategy neither
+            continue  # Lightning cannot resume from this file with its own strategy either
         path = f"{folder}/{name}.ckpt"
-        # All of them save: what travels late has arrived when it is saved.
+        # All of them save, and a save applies a late exchange.
         turns = ((2, "a", None), (1, name, None), (2, "b", path), (2, "c", path + ".end"))
         results[name] = [
             train(name, 2, epochs, f"{folder}/{save}.ckpt", resume, is_folder) for epochs, save, resume in turns
@@ -166,7 +166,7 @@ def _stop_and_resume(folder: str, is_folder: bool, names: list[str]) -> dict[str
 
 @in_both_forms
 @pytest.mark.parametrize(("num_ranks", "names"), [(4, list(SETTINGS)), (8, list(OF_EIGHT))])
-def test_a_resume_equals_a_run_without_a_stop(
+def test_a_resumed_run_equals_an_uninterrupted_run(
     tmp_path: Path, is_folder: bool, num_ranks: int, names: list[str]
 ) -> None:
     results = run_ranks(_stop_and_resume, num_ranks, str(tmp_path), is_folder, names)
@@ -176,7 +176,7 @@ def test_a_resume_equals_a_run_without_a_stop(
                 for key in straight.keys() - {"at start"}:
                     assert_equal(result[key], straight[key], f"{name}: {key}")
             assert straight["threshold"] == results[0][name][0]["threshold"]
-            for key in ("threshold", "history"):  # of each rank's own shards
+            for key in ("threshold", "history"):  # each rank has those of its own shards
                 assert_equal(resumed[-1]["at start"][key], stopped[key], f"{name}: {key}")
         assert any(residual.any() for residual in of_rank[names[0]][0]["own"]["residual"].values())
     for kind, name in (("residual", names[0]), ("weights", "drifts"))[: len(names)]:
@@ -199,7 +199,7 @@ def _resume_elsewhere(folder: str, replicas: int, is_folder: bool) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that writes checkpoints once as folders and once as files, with what each rank had."""
+    """Returns a function that writes checkpoints once as folders and once as files, with the state of each rank."""
 
     @functools.cache
     def save(is_folder: bool) -> tuple[Path, Any]:
@@ -212,7 +212,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.xdist_group("checkpoints of shards")
 @in_both_forms
 @pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 2), (6, 2), (3, 3), (2, 1)])
-def test_others_resume(saved: Any, is_folder: bool, num_ranks: int, replicas: int) -> None:
+def test_other_strategies_resume(saved: Any, is_folder: bool, num_ranks: int, replicas: int) -> None:
     folder, before = saved(is_folder)
     results = run_ranks(_resume_elsewhere, num_ranks, str(folder), replicas, is_folder)
     for name in WRITTEN:
@@ -239,7 +239,7 @@ def test_others_resume(saved: Any, is_folder: bool, num_ranks: int, replicas: in
 @pytest.mark.full
 @in_both_forms
 @on_ranks(4)
-def test_drifts_go_on_with_other_options_and_lose_nothing(tmp_path: Any, is_folder: bool) -> None:
+def test_drifts_resume_with_other_options_without_loss(tmp_path: Any, is_folder: bool) -> None:
     results = {}
     for name, epochs, others in (
         ("saved", 1, {}),
@@ -270,14 +270,14 @@ def test_drifts_go_on_with_other_options_and_lose_nothing(tmp_path: Any, is_fold
 
 
 class Narrower(Sharded):
-    """Layers of other sizes but for the last."""
+    """Has layers of other sizes except for the last."""
 
     def make_network(self) -> Any:
         return build_network(width=8)
 
 
-class RestoresResiduals(Callback):
-    """Restores from the checkpoint of another model when training begins."""
+class ResidualRestorer(Callback):
+    """Restores from the checkpoint of another model at the start of training."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -291,30 +291,30 @@ class RestoresResiduals(Callback):
 
 
 def _restore_narrower(path: str) -> tuple[list[str], dict[str, Tensor]]:
-    callback = RestoresResiduals(path)
+    callback = ResidualRestorer(path)
     fit(GRADIENTS(threshold=0.03, replicas=2), Narrower(), callbacks=[callback], max_steps=1)
     return callback.messages, callback.residuals
 
 
 @pytest.mark.xdist_group("checkpoints of shards")
 @in_both_forms
-def test_a_changed_model_keeps_what_fits_and_names_the_norm_of_the_rest(saved: Any, is_folder: bool) -> None:
+def test_a_changed_model_keeps_matching_state_and_names_the_lost_norm(saved: Any, is_folder: bool) -> None:
     folder, before = saved(is_folder)
     old = [of_rank["gradients"]["own"]["residual"] for of_rank in before]
     results = run_ranks(_restore_narrower, 4, str(folder / "gradients.ckpt.end"))
     lost = ["network.0.bias", "network.0.weight", "network.2.weight"]
     norm = sum(float(old[0][name].square().sum()) for name in lost) ** 0.5
-    [message] = [told for told in results[0][0] if "the model is not the one of the checkpoint" in told]
-    told_lost, told_new = message.split("Not in the checkpoint, so their residuals start from zero: ")
-    assert f"so their residuals (norm {norm:.3g}) are lost: " in told_lost
-    assert all(name in told_lost and name in told_new for name in lost), message
+    [message] = [text for text in results[0][0] if "the model is not the one of the checkpoint" in text]
+    lost_part, new_part = message.split("Not in the checkpoint, so their residuals start from zero: ")
+    assert f"so their residuals (norm {norm:.3g}) are lost: " in lost_part
+    assert all(name in lost_part and name in new_part for name in lost), message
     for rank, (_, residuals) in enumerate(results):
         for name, residual in residuals.items():
             assert_equal(residual, torch.zeros_like(residual) if name in lost else old[rank][name])
 
 
-class SavesInTheMiddle(WithBuffers):
-    """Saves, where it is asked to, between forward and backward."""
+class MidStepSaver(WithBuffers):
+    """Saves between forward and backward if a folder is given."""
 
     folder: str | None = None
 
@@ -324,16 +324,16 @@ class SavesInTheMiddle(WithBuffers):
 
 
 @on_ranks(4)
-def test_who_saves_trains_no_other_way(tmp_path: Path) -> None:
+def test_saving_does_not_change_training(tmp_path: Path) -> None:
     for kind, make, options in (
         (GRADIENTS, Stateless, {"density": 0.2}),  # torch steps it on gradients of zero, to have a state to save
         (DRIFTS, UnfreezingWithAdam, {"threshold": 0.02, "every_n_steps": 4}),
-        (DRIFTS, SavesInTheMiddle, {"threshold": 0.02, "every_n_steps": 4}),
+        (DRIFTS, MidStepSaver, {"threshold": 0.02, "every_n_steps": 4}),
     ):
         pair = []
         for saves in (False, True):
             model, strategy, callbacks = make(), kind(replicas=2, **options), []
-            if saves and make is SavesInTheMiddle:
+            if saves and make is MidStepSaver:
                 model.folder = str(tmp_path)
             elif saves:
                 callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=1)]
@@ -345,8 +345,8 @@ def test_who_saves_trains_no_other_way(tmp_path: Path) -> None:
         assert saving[2] == quiet[2]
 
 
-class BreaksOff(Callback):
-    """Breaks off the exchange of the fourth step, on all ranks, and saves what is there then."""
+class ExchangeAborter(Callback):
+    """Aborts the exchange of the fourth step on all ranks, and saves afterwards."""
 
     anchor: Tensor | None = None
 
@@ -368,23 +368,23 @@ class BreaksOff(Callback):
 
 @pytest.mark.parametrize(("kind", "make", "lacking"), [(DRIFTS, WithAdam, "drifts"), (GRADIENTS, Sharded, "residuals")])
 @on_ranks(4)
-def test_half_an_exchange_is_not_saved(tmp_path: Path, kind: Any, make: Any, lacking: str) -> None:
-    path, seen, told = str(tmp_path / "a.ckpt"), dict[str, Any](), list[str]()
-    breaks, options = BreaksOff(path), {"threshold": THRESHOLDS[kind], "replicas": 2}
+def test_a_checkpoint_excludes_an_aborted_exchange(tmp_path: Path, kind: Any, make: Any, lacking: str) -> None:
+    path, seen, messages = str(tmp_path / "a.ckpt"), dict[str, Any](), list[str]()
+    breaks, options = ExchangeAborter(path), {"threshold": THRESHOLDS[kind], "replicas": 2}
     with pytest.raises(RuntimeError, match="in the middle"):
         fit(kind(**options), make(), callbacks=[breaks])
-    with warnings_of(told):
+    with warnings_of(messages):
         trainer = quiet_trainer(kind(**options), max_steps=6, callbacks=[notes_start(seen)])
         trainer.fit(make(), data(), ckpt_path=path)
     if dist.get_rank() == 0:
-        assert f"holds no {lacking} (it was saved in the middle of an exchange" in "\n".join(told)
+        assert f"holds no {lacking} (it was saved in the middle of an exchange" in "\n".join(messages)
     if kind is GRADIENTS:
         assert not any(residual.any() for residual in seen["own"]["residual"].values())
         return
     assert_equal(seen["own"]["weights"], seen["shared"]["anchor"])
     assert_equal(seen["own"], of_all_workers(seen["own"])[0])
     whole_anchor = seen["shared"]["anchor"]["network.0.weight"]
-    assert any(torch.equal(breaks.anchor, part) for part in whole_anchor.split(5))  # of nine rows
+    assert any(torch.equal(breaks.anchor, part) for part in whole_anchor.split(5))  # nine rows
 
 
 @on_ranks(4)
@@ -399,9 +399,9 @@ def test_lightnings_own_strategy_reads_the_model(tmp_path: Path) -> None:
 
 @in_both_forms
 @on_ranks(4)
-def test_a_sparsifier_remembers_what_it_saw_of_each_ranks_shards(tmp_path: Path, is_folder: bool) -> None:
+def test_a_sparsifier_resumes_its_history_of_each_ranks_shards(tmp_path: Path, is_folder: bool) -> None:
     for make in (SparseHSDPStrategy, SparseLocalHSDPStrategy):
-        remembered: list[Any] = []  # when each training begins, and at its end
+        remembered: list[Any] = []  # at the start and end of each training
 
         def remember(trainer: Any, _: Any, remembered: list[Any] = remembered) -> None:
             remembered.append(copy.deepcopy(trainer.strategy.state.snapshot().history["sparsifier"]))

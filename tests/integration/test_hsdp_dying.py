@@ -149,7 +149,7 @@ def _train_and_be_killed(folder: str, kind: Any, place: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("place", ["between the parts", "before it is in place"])
 @in_both
-def test_a_kill_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, kind: Any, place: str) -> None:
+def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path, kind: Any, place: str) -> None:
     saved = tmp_path / "saved"
     with workers(4, tmp_path, _train_and_be_killed, str(saved), kind, place) as started:
         started.wait(range(4))
@@ -159,7 +159,7 @@ def test_a_kill_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, kind: Any
 
 
 @pytest.mark.parametrize("before", ["nothing", "a file", "a folder"])
-def test_a_folder_that_is_whole_takes_the_place_of_what_was_there(tmp_path: Path, before: str) -> None:
+def test_a_complete_folder_replaces_the_previous_checkpoint(tmp_path: Path, before: str) -> None:
     path = tmp_path / "last.ckpt"
     if before == "a file":
         path.write_text("old")
@@ -182,20 +182,20 @@ def _train_and_raise(folder: str, kind: Any, is_folder: bool, ranks: list[int]) 
 @pytest.mark.full
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 @in_both
-def test_who_is_alone_with_an_exception_saves_nothing_and_shows_it(tmp_path: Path, kind: Any, is_folder: bool) -> None:
+def test_an_exception_on_a_single_rank_is_shown_and_saves_nothing(tmp_path: Path, kind: Any, is_folder: bool) -> None:
     with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), kind, is_folder, [1]) as started:
         started.wait(range(4))
         assert started.processes[1].exitcode == 1  # not by a signal, as of a collective that met another
-    said = (tmp_path / "output of 1").read_text()
-    assert "my own error" in said
-    assert "No checkpoint was written: rank 0 did not reach the save" in said
+    printed = (tmp_path / "output of 1").read_text()
+    assert "my own error" in printed
+    assert "No checkpoint was written: rank 0 did not reach the save" in printed
     [last] = (tmp_path / "saved").iterdir()
     saved = torch.load(last / "meta.pt" if is_folder else last, weights_only=False)
     assert saved["global_step"] == 4
 
 
 @pytest.mark.full
-def test_an_exception_of_all_is_saved(tmp_path: Path) -> None:
+def test_an_exception_on_all_ranks_saves_a_checkpoint(tmp_path: Path) -> None:
     with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), DRIFTS, True, [0, 1, 2, 3]) as started:
         started.wait(range(4))
         assert {process.exitcode for process in started.processes} == {1}

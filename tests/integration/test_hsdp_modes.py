@@ -49,7 +49,7 @@ class Infinite(Sharded):
 
 
 @on_ranks(4)
-def test_an_infinite_gradient_is_everybodys_in_that_step() -> None:
+def test_an_infinite_gradient_reaches_all_ranks_in_the_same_step() -> None:
     model, numbers = Infinite(), Numbers()
     fit(GRADIENTS(threshold=THRESHOLD, replicas=2), model, callbacks=[numbers])
     assert [step.non_finite > 0 for step in numbers.steps].index(True) == 3
@@ -86,7 +86,7 @@ def _train_logged(name: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("name", LOGGED)
-def test_a_density_is_met_and_everything_is_logged(name: str, tmp_path: Path) -> None:
+def test_the_density_is_reached_and_all_numbers_are_logged(name: str, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     results = run_ranks(_train_logged, 4, name, str(tmp_path))
     _, _, _, options, tolerance = LOGGED[name]
@@ -143,7 +143,7 @@ class Empty(Sharded):
 
 
 @on_ranks(4)
-def test_replicas_begin_alike_where_each_made_its_own_weights() -> None:
+def test_replicas_start_equal_after_separate_initialisation() -> None:
     model = Empty()
     fit(GRADIENTS(threshold=0.0, replicas=2), model)
     first, *others = of_all_workers(model.at_start)
@@ -152,7 +152,7 @@ def test_replicas_begin_alike_where_each_made_its_own_weights() -> None:
 
 
 @on_ranks(4)
-def test_a_validation_before_changes_nothing() -> None:
+def test_a_validation_before_fit_changes_nothing() -> None:
     results = []
     for looks_first in (False, True):
         model = WithAdam()
@@ -166,7 +166,7 @@ def test_a_validation_before_changes_nothing() -> None:
 
 
 @on_ranks(4)
-def test_a_training_after_another_needs_no_more_groups_and_threads() -> None:
+def test_a_second_training_needs_no_more_groups_or_threads() -> None:
     counts = []
     for kind in (DRIFTS, GRADIENTS) * 3:
         fit(kind(threshold=THRESHOLD, replicas=2), WithAdam(), max_steps=2)
@@ -217,7 +217,7 @@ class Everywhere(Forgotten):
     ],
 )
 @on_ranks(4)
-def test_what_cannot_work_is_told_of(make: Any, strategy_options: Any, options: Any, message: str) -> None:
+def test_unsupported_configurations_raise(make: Any, strategy_options: Any, options: Any, message: str) -> None:
     rank = int(os.environ["RANK"])
     of_rank = {
         name: value[rank % len(value)] if isinstance(value, list) else value for name, value in strategy_options.items()
@@ -231,7 +231,7 @@ def test_what_cannot_work_is_told_of(make: Any, strategy_options: Any, options: 
 
 @pytest.mark.parametrize("kind", [GRADIENTS, DRIFTS])
 @on_ranks(2)
-def test_by_name_a_node_is_a_replica(kind: Any) -> None:
+def test_a_node_is_a_replica_for_a_strategy_by_name(kind: Any) -> None:
     name = {GRADIENTS: "hsdp_hardthreshold", DRIFTS: "local_hsdp_hardthreshold"}[kind]
     strategy = fit(name, WithAdam()).strategy
     assert type(strategy) is kind
@@ -264,18 +264,18 @@ ONE_EPOCH = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 4}
 
 
 @on_ranks(4)
-def test_who_updates_weights_by_hand_is_told_how() -> None:
+def test_updates_by_hand_cause_advice() -> None:
     found = []
     for averages in (False, True):
         model = ByHand(averages=averages)
-        told: list[str] = []
-        with warnings_of(told):
+        messages: list[str] = []
+        with warnings_of(messages):
             fit(GRADIENTS(threshold=THRESHOLD, replicas=2), model, **ONE_EPOCH)
-        found.append((whole_weights(model), "\n".join(told)))
-    (_, said_without), (weights, said) = found
+        found.append((whole_weights(model), "\n".join(messages)))
+    (_, text_without), (weights, text) = found
     if dist.get_rank() == 0:
-        assert "in 4 batches no torch.optim.Optimizer stepped" in said_without
-    assert "no torch.optim.Optimizer" not in said
+        assert "in 4 batches no torch.optim.Optimizer stepped" in text_without
+    assert "no torch.optim.Optimizer" not in text
     assert_equal(weights, of_all_workers(weights)[0])
 
 
@@ -290,7 +290,7 @@ class Sleeping(Sharded):
 
 @pytest.mark.full
 @on_ranks(4)
-def test_who_waits_for_longer_than_the_timeout_ends() -> None:
+def test_a_wait_beyond_the_timeout_raises() -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError):
         fit(GRADIENTS(threshold=0.0, replicas=2, timeout=timedelta(seconds=5)), Sleeping())
@@ -310,7 +310,7 @@ class WrappedAndUnknown(Manual, Wrapped):
 
 
 @on_ranks(4)
-def test_an_optimizer_around_another_exchanges_once_a_step() -> None:
+def test_a_wrapped_optimizer_exchanges_once_per_step() -> None:
     for make in (Wrapped, WrappedAndUnknown):
         numbers = Numbers()
         fit(GRADIENTS(threshold=THRESHOLD, replicas=2), make(), **ONE_EPOCH, callbacks=[numbers])

@@ -43,7 +43,7 @@ gathered, and an optimizer made after that steps on what has no gradient."""
 @pytest.mark.full
 @pytest.mark.xdist_group("programs of shards")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_held_back_is_torchs_own(name: str) -> None:
+def test_sending_everything_equals_torchs_hsdp(name: str) -> None:
     _, _, atol = PROGRAMS[name]
     for weights in trained_in_all_ways():
         _, ours, drifting = weights[name]
@@ -92,7 +92,7 @@ def _train_gradients(make: Any, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("num_ranks", "tensor_parallel_size"), [(4, 1), (4, 2), (8, 2)])
-def test_a_threshold_on_gradients_is_that_of_plain_workers(num_ranks: int, tensor_parallel_size: int) -> None:
+def test_a_threshold_on_gradients_equals_plain_workers(num_ranks: int, tensor_parallel_size: int) -> None:
     make, width = (Sharded, 9) if tensor_parallel_size == 1 else (Tensors, 8)
     results = run_ranks(_train_gradients, num_ranks, make, {"tensor_parallel_size": tensor_parallel_size})
     of_ranks = [batches for _, batches, _, _ in results]
@@ -116,31 +116,31 @@ def test_a_threshold_on_gradients_is_that_of_plain_workers(num_ranks: int, tenso
     assert 0.1 < records[-1].density < 0.9
 
 
-class Speaks(WithAdam):
+class WithOutputs(WithAdam):
     """Notes what it says in validation, with the mean of all replicas' weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
-        self.said.append(spoken(self.network))
+        self.outputs.append(output_of(self.network))
 
 
-class ByHand(Manual, Speaks):
+class ByHand(Manual, WithOutputs):
     def __init__(self) -> None:
-        Speaks.__init__(self)
+        WithOutputs.__init__(self)
         self.automatic_optimization = False
         self.uses_raw, self.uses_closure = True, False
 
 
 SPARSE_LOCO = {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2, "outer_optimizer": NESTEROV}
 TRAININGS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "every step": (Speaks, {}),
-    "every third step": (Speaks, {"every_n_steps": 3}),
-    "applied late": (Speaks, {"overlap": True, "every_n_steps": 2}),
-    "SparseLoCo with an outer optimizer": (Speaks, SPARSE_LOCO),
+    "every step": (WithOutputs, {}),
+    "every third step": (WithOutputs, {"every_n_steps": 3}),
+    "applied late": (WithOutputs, {"overlap": True, "every_n_steps": 2}),
+    "SparseLoCo with an outer optimizer": (WithOutputs, SPARSE_LOCO),
     "by hand": (ByHand, {"every_n_steps": 2}),
     "tensor parallelism": (TensorsWithAdam, {"every_n_steps": 2, "tensor_parallel_size": 2}),
 }
@@ -163,21 +163,21 @@ def _train_drifts() -> dict[str, Any]:
         results[name] = {
             "weights": torch.cat([weight.flatten() for weight in whole_weights(model.network).values()]),
             "batches": model.batches,
-            "said": getattr(model, "said", None),
+            "outputs": getattr(model, "outputs", None),
             "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
             "densities": [step.density for step in numbers.steps],
         }
     return results
 
 
-def test_it_is_local_training_of_so_many_workers() -> None:
+def test_drifts_equal_local_training_of_plain_workers() -> None:
     results = run_ranks(_train_drifts, 4)
     for name, (make, options) in TRAININGS.items():
         is_parallel = make is TensorsWithAdam
         models = [build_network(8 if is_parallel else 9) for _ in range(2)]
         optimizers = [adam(model.parameters()) for model in models]
         simulation = Simulation(models, optimizers, at_least(LARGEST_DRIFT), **simulated(options))
-        said = [spoken(models[0])]  # before training begins
+        outputs = [output_of(models[0])]  # before training begins
         of_ranks = [of_rank[name]["batches"] for of_rank in results]
         steps = replica_batches(of_ranks[::2], 1) if is_parallel else replica_batches(of_ranks, 2)
         assert len(steps) == STEPS
@@ -186,14 +186,14 @@ def test_it_is_local_training_of_so_many_workers() -> None:
             if step % 3 == 0:
                 double = build_network(8 if is_parallel else 9)
                 nn.utils.vector_to_parameters(simulation.mean(), double.parameters())
-                said.append(spoken(double))
+                outputs.append(output_of(double))
         expected = [count / (2 * simulation.mean().numel()) for count in simulation.sent]
         for of_rank in results:
             found = of_rank[name]
             atol = 1e-10 if is_parallel else 1e-12
             torch.testing.assert_close(found["weights"], simulation.mean(), rtol=0, atol=atol, msg=in_training(name))
             if not is_parallel:  # parameters that are not shared count once for each rank that has them
-                torch.testing.assert_close(found["said"], said, rtol=0, atol=atol, msg=in_training(name))
+                torch.testing.assert_close(found["outputs"], outputs, rtol=0, atol=atol, msg=in_training(name))
                 assert found["densities"] == pytest.approx(expected[: len(found["densities"])]), name
             assert found["metrics"]["sparse/threshold"] == pytest.approx(LARGEST_DRIFT)
             assert found["metrics"]["sparse/largest_drift"] >= LARGEST_DRIFT
@@ -208,5 +208,5 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def spoken(model: nn.Module) -> Tensor:
+def output_of(model: nn.Module) -> Tensor:
     return model(torch.ones(1, 6, dtype=torch.float64)).detach()

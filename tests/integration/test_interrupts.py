@@ -238,7 +238,7 @@ def compare(ours: Outcome, plain: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_interrupted_run_leaves_a_right_checkpoint(name: str, outcomes: dict[Pair, Outcome]) -> None:
+def test_an_interrupted_run_leaves_a_correct_checkpoint(name: str, outcomes: dict[Pair, Outcome]) -> None:
     row = ROWS[name]
     if row.case.saver == "model_checkpoint" and not HAS_SAVE_ON_EXCEPTION:
         pytest.skip("this Lightning's ModelCheckpoint has no save_on_exception")
@@ -247,7 +247,7 @@ def test_an_interrupted_run_leaves_a_right_checkpoint(name: str, outcomes: dict[
         compare(outcome, outcomes[in_plain_ddp(row.case, row.fault)])
     assert outcome.has_struck
     assert not outcome.problems, f"{outcome}: {outcome.problems}"
-    assert outcome.finished == row.finishes, f"{outcome}\n{outcome.said}"
+    assert outcome.finished == row.finishes, f"{outcome}\n{outcome.printed}"
     assert outcome.seconds < HANG
     saved = outcome.saved
     if row.saved == NO_FILE:
@@ -263,7 +263,7 @@ def test_an_interrupted_run_leaves_a_right_checkpoint(name: str, outcomes: dict[
 
 
 @pytest.mark.full
-def test_faults_drawn_from_all_points_leave_right_checkpoints() -> None:
+def test_random_faults_leave_correct_checkpoints() -> None:
     found = struck(samples()).values()
     assert all(outcome.has_struck for outcome in found)
     assert not [f"{outcome}: {outcome.problems}" for outcome in found if outcome.problems]

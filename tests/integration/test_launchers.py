@@ -1,4 +1,4 @@
-"""Lightning's own launchers: scripts that start their workers themselves, as a user's do."""
+"""Lightning's launchers: scripts that start their workers themselves, as scripts of users do."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# What every worker prints reaches the test, whichever way it was started; its objects do not.
+# The test gets the output of every worker, but not its objects.
 SCRIPT = """
 import sys
 import torch
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def run_script(script: str, strategy: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script that starts its workers itself, and requires that it succeeds."""
+    """Runs a script that starts its workers itself and must succeed."""
     (folder / "train.py").write_text(script)
     environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
     finished = subprocess.run(
@@ -63,13 +63,13 @@ def run_script(script: str, strategy: str, folder: Path) -> subprocess.Completed
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp_topk_fork", "ddp_hardthreshold_spawn", "ddp_hardthreshold"])
-def test_every_worker_that_a_launcher_starts_has_the_hook(strategy: str, tmp_path: Path) -> None:
+def test_every_launched_worker_has_the_hook(strategy: str, tmp_path: Path) -> None:
     finished = run_script(SCRIPT, strategy, tmp_path)
     markers = [line for line in finished.stdout.splitlines() if line.startswith("<rank")]
     assert sorted(markers) == [f"<rank {rank} of 2: sparse_hook, 3 steps>" for rank in range(2)]
 
 
-# As in a notebook: weights come back to who had workers forked, and a file that it saves is not one to resume from.
+# As in a notebook: the process that forked workers gets their weights, but cannot save residuals.
 SAVES = (
     SCRIPT
     + """
@@ -77,7 +77,7 @@ SAVES = (
     inside, after = (
         torch.load(path, weights_only=True) for path in (trainer.checkpoint_callback.best_model_path, "after.ckpt")
     )
-    assert all(torch.equal(inside["state_dict"][name], one) for name, one in after["state_dict"].items())
+    assert all(torch.equal(inside["state_dict"][name], tensor) for name, tensor in after["state_dict"].items())
     assert inside["global_step"] == 3
     assert "lightning_sparse" in inside
     assert after["global_step"] == 0
@@ -91,7 +91,7 @@ SAVES = (
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "messages"),
     [
         (
             "ddp_hardthreshold_fork",
@@ -103,7 +103,7 @@ SAVES = (
         ("local_hardthreshold_notebook", ["without drifts: it is saved by a process that was no worker"]),
     ],
 )
-def test_what_is_saved_after_a_fit_by_fork_says_what_it_lacks(strategy: str, said: list[str], tmp_path: Path) -> None:
+def test_a_checkpoint_after_a_forked_fit_names_its_gaps(strategy: str, messages: list[str], tmp_path: Path) -> None:
     finished = run_script(
         SAVES.replace("enable_checkpointing=False", "enable_checkpointing=True")
         .replace('strategy.model._get_ddp_logging_data()["comm_hook"]', "None")
@@ -111,5 +111,5 @@ def test_what_is_saved_after_a_fit_by_fork_says_what_it_lacks(strategy: str, sai
         strategy,
         tmp_path,
     )
-    for message in said:
+    for message in messages:
         assert finished.stderr.count(message) == 1, finished.stderr

@@ -1,4 +1,4 @@
-"""Precisions, options of the strategy and what it logs; ``tests/integration/programs`` has the modes of a Trainer."""
+"""Precisions, options and logs of the strategy; ``tests/integration/programs`` has the modes of a Trainer."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ from tests.workers import of_all_workers, on_workers
 
 
 def train(model: Any, strategy: Any, **options: Any) -> dict[str, Any]:
-    """Runs in every worker; a strategy given as a dict is made with these arguments."""
+    """Trains in every worker; a dict gives the arguments of a strategy."""
     recorder = Recorder()
     if isinstance(strategy, dict):
         strategy = DDPHardThresholdStrategy(**{"bucket_cap_mb": SMALL_BUCKETS_MB} | strategy)
@@ -85,7 +85,7 @@ def _compile(graphs: list[bool], backend: str, graph: Any, inputs: Any) -> Any:
 
 @pytest.mark.parametrize("name", FROZEN)
 @on_workers(2, process_group=False)
-def test_residuals_hold_the_sum_of_each_workers_gradients(name: str) -> None:
+def test_residuals_equal_the_sum_of_each_workers_gradients(name: str) -> None:
     case = FROZEN[name]
     make, options = partial(Classifier, case.get("optimizer")), case.get("trainer", {})
     model, strategy = make(), {"threshold": NOTHING_IS_SENT} | case.get("strategy", {})
@@ -120,25 +120,25 @@ def test_residuals_hold_the_sum_of_each_workers_gradients(name: str) -> None:
     assert {weight.dtype for weight in run["weights"].values()} == {dtype}
     kept_dtype = torch.float64 if dtype is torch.float64 else torch.float32
     assert {residual.dtype for residual in run["residuals"].values()} == {kept_dtype}
-    assert any(values.abs().max() > 0.01 for values in expected.values())  # an oracle of zeros would prove nothing
+    assert any(values.abs().max() > 0.01 for values in expected.values())  # an oracle of zeros proves nothing
     assert_close(run["residuals"], expected, case.get("tolerance", 1e-5))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 @on_workers(2, process_group=False)
-def test_threshold_zero_trains_as_stock_ddp_does_in_every_precision(precision: str) -> None:
+def test_threshold_zero_equals_stock_ddp_in_every_precision(precision: str) -> None:
     options = {"precision": precision, "max_steps": 5}
     sparse = train(Classifier(nesterov), {"threshold": 0.0}, **options)
     dense = train(Classifier(nesterov), DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), **options)
     assert (sparse["comm_hooks"], dense["comm_hooks"]) == (["sparse_hook"], [None])
-    # With bfloat16 gradients stock DDP adds in bfloat16 and the sparse exchange in float32: some roundings apart.
+    # For bfloat16 gradients, stock DDP adds in bfloat16 and the sparse exchange in float32.
     assert_close(sparse["weights"], dense["weights"], 0.03 if precision == "bf16-true" else 1e-6)
 
 
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**20])
 @on_workers(2, process_group=False)
-def test_numbers_do_not_depend_on_the_loss_scale(scale: float) -> None:
-    """A power of two rounds nothing, and it changes while training goes on."""
+def test_statistics_do_not_depend_on_the_loss_scale(scale: float) -> None:
+    """Checks a scale that changes during training; a power of two causes no rounding."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
     scaled, plain = (
         train(Classifier(nesterov), {"threshold": 0.05}, max_steps=6, plugins=plugins)
@@ -162,7 +162,7 @@ def test_numbers_do_not_depend_on_the_loss_scale(scale: float) -> None:
     ],
 )
 @on_workers(1, process_group=False)
-def test_a_single_worker_holds_nothing_back(make: Any, options: dict[str, Any]) -> None:
+def test_a_single_worker_sends_everything(make: Any, options: dict[str, Any]) -> None:
     models, strategy = [Classifier(adam), Classifier(adam)], make(threshold=100.0, **options)
     for model, chosen in zip(models, (strategy, "ddp"), strict=True):
         quiet_trainer(chosen, max_steps=6).fit(model, data())
@@ -193,12 +193,12 @@ def test_a_second_fit_calibrates_anew() -> None:
     for of_fit in (first, second):
         assert of_fit[:2] == [0.0, 0.0]
         assert of_fit[2] > 0
-    # The first fit has trained the model, so its gradients have another scale now.
+    # The first fit has trained the model, which changes the scale of its gradients.
     assert first[2] != second[2]
 
 
 @on_workers(2, process_group=False)
-def test_layer_thresholds_hold_for_the_layers_that_they_name() -> None:
+def test_layer_thresholds_apply_to_the_named_layers() -> None:
     layer_thresholds = {"last.bias": NOTHING_IS_SENT, "*.bias": 0.0}
     run = train(Classifier(), {"threshold": NOTHING_IS_SENT, "layer_thresholds": layer_thresholds})
     moved = {name for name, weight in run["weights"].items() if not torch.equal(weight, run["initial"][name])}
@@ -209,37 +209,37 @@ def test_layer_thresholds_hold_for_the_layers_that_they_name() -> None:
 
 
 @on_workers(2, process_group=False)
-def test_calibration_finds_one_threshold_for_all_workers_and_says_so_once() -> None:
-    told: list[str] = []
+def test_calibration_agrees_on_a_threshold_and_logs_it_once() -> None:
+    messages: list[str] = []
     model = Classifier(partial(torch.optim.SGD, lr=0.0))
     options = {"density": 0.05, "calibration_steps": 3}
-    with messages_of(told):
+    with messages_of(messages):
         steps = train(model, options, max_steps=6)["steps"]
     own = [gradients(model, partial(model.loss, batch)) for batch in model.batches[:3]]
     squares = of_all_workers(sum(float(values.square().sum()) for gradient in own for values in gradient.values()))
-    # The formula of the design: λ = sqrt(E‖g‖² / (ρ d)); the weights stand still (lr 0), so all gradients are known.
+    # The formula of the design: λ = sqrt(E‖g‖² / (ρ d)); the weights are constant (lr 0), so all gradients are known.
     expected = (sum(squares) / 6 / (0.05 * steps[0].num_elements)) ** 0.5
     assert [step.threshold for step in steps[:3]] == [0.0] * 3
     assert [step.density for step in steps[:3]] == [1.0] * 3
     assert steps[3].threshold == pytest.approx(expected, rel=1e-5)
     assert of_all_workers(steps[-1].threshold) == [steps[-1].threshold] * 2
     assert 0 < steps[-1].density < 1
-    said = [message for message in told if "calibrated" in message]
+    calibrated = [message for message in messages if "calibrated" in message]
     if dist.get_rank() == 0:
-        [message] = said
+        [message] = calibrated
         assert f"{expected:.6g}"[:5] in message
     else:
-        assert said == []
+        assert calibrated == []
 
 
-# What a sparsifier is told of epochs and learning rates.
+# Sparsifiers receive epochs and learning rates.
 
 OF_EPOCHS = {"ddp": SparseDDPStrategy, "local": SparseLocalStrategy}
 DENSITIES = (0.05, 0.3)
 
 
 class SlowingDown(Classifier):
-    """Two groups of parameters, one of which slows down in epoch 3."""
+    """Has two groups of parameters; the learning rate of one falls in epoch 3."""
 
     lr = 0.1
 
@@ -256,13 +256,13 @@ MAY_SEARCH = pytest.mark.skipif(forgets_a_search() is not None, reason=str(forge
 @pytest.mark.parametrize("searches", [False, pytest.param(True, marks=MAY_SEARCH)])
 @pytest.mark.parametrize("kind", OF_EPOCHS)
 @on_workers(2, process_group=False)
-def test_a_layer_is_sent_densely_at_first_and_where_the_learning_rate_has_fallen(kind: str, searches: bool) -> None:
+def test_accordion_is_dense_at_first_and_after_the_learning_rate_falls(kind: str, searches: bool) -> None:
     densities: list[list[float]] = []
     epochs = LambdaCallback(
         on_train_epoch_start=lambda *_: densities.append([]),
         on_train_batch_end=lambda trainer, *_: densities[-1].append(trainer.strategy.state.last_step.density),
     )
-    # So large a change never happens: after the second comparison layers are calm until the learning rate falls.
+    # So large a change never happens: layers are stable after the second comparison, until the learning rate falls.
     strategy = OF_EPOCHS[kind](Accordion(*DENSITIES, interval=1, relative_change=1e9))
     searching = [LearningRateFinder(num_training_steps=6)] if searches else []
     trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=6, callbacks=[*searching, epochs])
@@ -272,9 +272,9 @@ def test_a_layer_is_sent_densely_at_first_and_where_the_learning_rate_has_fallen
     assert is_high == [[expected] * 4 for expected in (True, True, False, True, False, False)]
 
 
-def test_the_rates_of_all_groups_of_all_optimizers_are_told() -> None:
-    told: list[Any] = []
-    holder = SimpleNamespace(epoch=None, begin_epoch=lambda *what: told.append(what))
+def test_begin_epoch_gets_the_rates_of_all_groups_of_all_optimizers() -> None:
+    begun: list[Any] = []
+    holder = SimpleNamespace(epoch=None, begin_epoch=lambda *what: begun.append(what))
     optimizers = [
         SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.5)}]),
         SimpleNamespace(param_groups=[{"lr": 2}, {"step_size": 0.3}]),
@@ -282,4 +282,4 @@ def test_the_rates_of_all_groups_of_all_optimizers_are_told() -> None:
     tell_epoch(holder, 4, optimizers)  # type: ignore[arg-type]
     holder.epoch = 4
     tell_epoch(holder, 4, optimizers)  # type: ignore[arg-type]
-    assert told == [(4, [0.1, 0.5, 2.0])]
+    assert begun == [(4, [0.1, 0.5, 2.0])]

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="local_hardthreshold")``: what a Trainer and its users can do with local training."""
+"""``Trainer(strategy="local_hardthreshold")``: local training with the features of a Trainer."""
 
 import os
 from collections.abc import Callable
@@ -58,12 +58,12 @@ def everything_of(module: nn.Module) -> dict[str, Tensor]:
     return clones([*module.named_parameters(), *module.named_buffers()])
 
 
-# What it trains.
+# Training.
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}], ids=str)
 @on_workers(2, process_group=False)
-def test_with_sgd_and_a_threshold_of_zero_it_is_ddp(options: dict[str, Any]) -> None:
+def test_threshold_zero_with_sgd_equals_ddp(options: dict[str, Any]) -> None:
     models = [WithSchedule(nesterov), WithSchedule(nesterov)]
     for model, strategy in zip(models, ("ddp", LocalHardThresholdStrategy(threshold=0.0)), strict=True):
         quiet_trainer(strategy, max_steps=8, **options).fit(model, ResumableData(1000))
@@ -93,11 +93,11 @@ def test_each_worker_clips_its_own_gradient() -> None:
     assert norms == pytest.approx([0.05] * 4, rel=1e-3)
 
 
-# What is seen in validation, logged and saved.
+# Validation, logs and checkpoints.
 
 
 def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Fits with validation and checkpoints, then tests; returns what was seen, and the weights after each."""
+    """Fits with validation and checkpoints, then tests; returns the observed weights and those after each."""
     seen: dict[str, Any] = {"trained": [], "validated": [], "tested": [], "steps": []}
     looks = LambdaCallback(
         on_train_start=lambda trainer, _: trainer.strategy.averager.subscribe(seen["steps"].append),
@@ -121,7 +121,7 @@ def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
     return seen, after_fit, flat(model)
 
 
-def test_all_look_at_the_same_weights_and_train_their_own(tmp_path: Path) -> None:
+def test_workers_evaluate_shared_weights_and_train_their_own(tmp_path: Path) -> None:
     (mine, after_fit, after_test), (theirs, *after_others) = run_workers(
         _everything, 2, str(tmp_path), process_group=False
     )
@@ -134,7 +134,7 @@ def test_all_look_at_the_same_weights_and_train_their_own(tmp_path: Path) -> Non
     for name in ("validated", "tested"):
         assert len(mine[name]) > 1
         assert_equal(mine[name], theirs[name])
-    # In between each has its own, which validation has not changed.
+    # In between, each worker has its own weights, which validation does not change.
     assert all((own != other).any() for own, other in zip(mine["trained"], theirs["trained"], strict=True))
     mean = (mine["trained"][3] + theirs["trained"][3]) / 2
     floating = slice(None, -1)  # the last is a counter
@@ -148,7 +148,7 @@ def test_all_look_at_the_same_weights_and_train_their_own(tmp_path: Path) -> Non
 
 
 class Target(WithAdam):
-    """Has a target network that code updates, as BYOL has, and buffers of which one is a constant beyond all sums."""
+    """Has a target network as in BYOL, and buffers, one of them a constant that overflows in sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Target(WithAdam):
 
 
 class Turns(WithAdam):
-    """Buffers that differ between workers and from what they were, though their norms do not."""
+    """Has buffers that differ between workers and steps, but have constant norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,15 +175,15 @@ class Turns(WithAdam):
         self.register_buffer("of_first", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.sign *= 1 if self.global_rank else -1  # only the first one's changes
+        self.sign *= 1 if self.global_rank else -1  # changes only on rank 0
         for buffer in (self.place, self.order, self.flags):
             buffer.copy_(buffer.roll(1 + self.global_rank))
         self.of_first += self.global_rank == 0
         return super().training_step(batch, batch_idx)
 
 
-class Clamps(WithAdam):
-    """Keeps weights small, by a hook that comes before a batch."""
+class WeightClamper(WithAdam):
+    """Limits weights in a hook before each batch."""
 
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
         with torch.no_grad():
@@ -191,8 +191,8 @@ class Clamps(WithAdam):
                 parameter.clamp_(-0.05, 0.05)
 
 
-class Grows(WithAdam):
-    """A cache that is longer on one worker, and in validation."""
+class GrowingModel(WithAdam):
+    """Has a cache that is longer on one worker and in validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Unfreezes(WithAdam):
 
 
 def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Fits with validations; returns what those saw, and what was left."""
+    """Fits with validations; returns the weights in each and after training."""
     seen: list[dict[str, Tensor]] = []
     sees = LambdaCallback(on_validation_batch_start=lambda _, module, *__: seen.append(everything_of(module)))
     model = make()
@@ -247,11 +247,11 @@ def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[di
         (Target, (), ("count",)),
         (Turns, (), ("order", "flags", "of_first")),
         (Odd, (), ("expert.weight", "expert.bias")),
-        (Grows, (), ("cache",)),
+        (GrowingModel, (), ("cache",)),
     ],
     ids=["search for a learning rate", "target network and constants", "buffers of equal norm", "odd", "growing"],
 )
-def test_all_see_the_same_to_the_end(make: Any, callbacks: tuple[Any, ...], own: tuple[str, ...]) -> None:
+def test_workers_agree_to_the_end(make: Any, callbacks: tuple[Any, ...], own: tuple[str, ...]) -> None:
     results = run_workers(_validated, 2, make, *callbacks, process_group=False)
     (seen, left), (other_seen, other_left) = results
     assert len(seen) >= 4
@@ -268,9 +268,9 @@ def test_all_see_the_same_to_the_end(make: Any, callbacks: tuple[Any, ...], own:
             assert torch.equal(mine["expert.weight"], torch.full((3, 2 + rank), float(rank)))
 
 
-@pytest.mark.parametrize("make", [Target, Unfreezes, Turns, Clamps])
+@pytest.mark.parametrize("make", [Target, Unfreezes, Turns, WeightClamper])
 @on_workers(2, process_group=False)
-def test_a_resume_is_exact_and_a_finished_one_leaves_what_is_in_the_file(make: Any, tmp_path: Path) -> None:
+def test_a_resume_is_exact_and_a_finished_run_keeps_the_saved_weights(make: Any, tmp_path: Path) -> None:
     ends: list[dict[str, Tensor]] = []
 
     class End(Callback):
@@ -292,8 +292,8 @@ def test_a_resume_is_exact_and_a_finished_one_leaves_what_is_in_the_file(make: A
 
 @pytest.mark.parametrize("where", ["validation", "training"])
 @on_workers(2, process_group=False)
-def test_after_an_exception_all_have_the_same_and_what_the_user_writes_stays(where: str) -> None:
-    class Fails(Callback):
+def test_weights_agree_after_an_exception_and_user_writes_stay(where: str) -> None:
+    class FailingModel(Callback):
         def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
             if where == "validation" and trainer.global_step:
                 raise ZeroDivisionError
@@ -303,7 +303,7 @@ def test_after_an_exception_all_have_the_same_and_what_the_user_writes_stays(whe
                 raise ZeroDivisionError
 
     model = WithAdam()
-    trainer = local_trainer(Fails(), max_steps=8, val_check_interval=4, num_sanity_val_steps=0)
+    trainer = local_trainer(FailingModel(), max_steps=8, val_check_interval=4, num_sanity_val_steps=0)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(model, ResumableData(100), ResumableData(2))
     assert torch.equal(*of_all_workers(flat(model)))
@@ -315,7 +315,7 @@ def test_after_an_exception_all_have_the_same_and_what_the_user_writes_stays(whe
 
 
 @on_workers(2, process_group=False)
-def test_weights_that_are_loaded_after_training_are_those_that_are_saved(tmp_path: Path) -> None:
+def test_weights_loaded_after_training_are_saved(tmp_path: Path) -> None:
     model = WithAdam()
     trainer = local_trainer(SaveAt(3, str(tmp_path / "best.ckpt")), max_steps=6)
     trainer.fit(model, ResumableData(100))
@@ -329,17 +329,15 @@ def test_weights_that_are_loaded_after_training_are_those_that_are_saved(tmp_pat
 
 @pytest.mark.parametrize("who_writes", [[], [0], [1], [0, 1]], ids=str)
 @on_workers(2, process_group=False)
-def test_a_save_in_validation_is_alike_for_all_workers_that_wrote_to_the_weights(
-    who_writes: list[int], tmp_path: Path
-) -> None:
-    class Writes(Callback):
+def test_a_save_in_validation_is_equal_for_all_workers_after_writes(who_writes: list[int], tmp_path: Path) -> None:
+    class Writer(Callback):
         def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
             if trainer.global_rank in who_writes:
                 with torch.no_grad():
                     next(pl_module.parameters()).fill_(0.5)
             trainer.save_checkpoint(tmp_path / "in.ckpt")
 
-    trainer = local_trainer(Writes(), max_steps=6, val_check_interval=3, num_sanity_val_steps=0)
+    trainer = local_trainer(Writer(), max_steps=6, val_check_interval=3, num_sanity_val_steps=0)
     trainer.fit(WithAdam(), ResumableData(6), ResumableData(1))
     assert trainer.global_step == 6
     saved = torch.load(tmp_path / "in.ckpt", weights_only=True)["lightning_sparse"]
@@ -348,7 +346,7 @@ def test_a_save_in_validation_is_alike_for_all_workers_that_wrote_to_the_weights
 
 
 @on_workers(2, process_group=False)
-def test_a_save_before_a_backward_leaves_it_alone_while_an_exchange_travels(tmp_path: Path) -> None:
+def test_a_save_before_a_backward_does_not_change_it_during_an_exchange(tmp_path: Path) -> None:
     saves = LambdaCallback(
         on_before_backward=lambda trainer, *_: trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
     )
@@ -374,7 +372,7 @@ def test_blocks_of_averaged_weights_may_be_nested() -> None:
     assert not torch.equal(*of_all_workers(flat(model)))
 
 
-# A resume with other options.
+# Resumes with other options.
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 SLOW = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
@@ -386,7 +384,7 @@ def _drifting(**options: Any) -> tuple[nn.Module, SparseModelAverager]:
 
 
 def _saved(**options: Any) -> dict[str, Any]:
-    """What a worker saves after it has drifted, by more and by less than the threshold."""
+    """Returns the state of a worker after drifts above and below the threshold."""
     torch.manual_seed(dist.get_rank())
     model, averager = _drifting(**options)
     with torch.no_grad():
@@ -398,18 +396,18 @@ def _saved(**options: Any) -> dict[str, Any]:
 
 
 def _loaded(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], Any, list[str]]:
-    """The weights that a worker begins with, its outer optimizer, and what it was warned of."""
+    """Returns the weights of a worker after loading, its outer optimizer, and warnings."""
     model, averager = _drifting(**options)
-    told: list[str] = []
-    with warnings_of(told, "outer"):
+    messages: list[str] = []
+    with warnings_of(messages, "outer"):
         averager.load_state_dict(saved)
     own = clones(model.named_parameters())
-    averager.step()  # goes on
-    return own, averager.exchange.outer, told
+    averager.step()  # continues
+    return own, averager.exchange.outer, messages
 
 
 @on_workers(2)
-def test_what_was_kept_apart_goes_into_weights_that_keep_their_drift() -> None:
+def test_separate_drifts_move_into_weights_that_keep_drift() -> None:
     saved = _saved(keep_drift=False)
     apart, _, _ = _loaded(saved, keep_drift=False)
     within, _, _ = _loaded(saved, keep_drift=True)
@@ -422,25 +420,25 @@ def test_what_was_kept_apart_goes_into_weights_that_keep_their_drift() -> None:
 
 
 @on_workers(2)
-def test_an_outer_optimizer_has_the_options_of_now_and_another_begins_anew() -> None:
+def test_an_outer_optimizer_takes_current_options_and_another_starts_anew() -> None:
     saved = _saved(outer_optimizer=NESTEROV)
-    _, slow, told_slow = _loaded(saved, outer_optimizer=SLOW)
+    _, slow, slow_messages = _loaded(saved, outer_optimizer=SLOW)
     [group] = slow.param_groups
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.5, False)
-    # What has gathered has been multiplied by the current momentum, in the step after.
+    # The next step multiplied the buffer by the current momentum.
     momentum = saved["shared"]["outer.momentum_buffer"]
     before = torch.cat([momentum[name] for name in saved["numbers"]["layout"][0]])
     assert before.any()
     torch.testing.assert_close(slow.state[group["params"][0]]["momentum_buffer"], 0.5 * before)
-    _, other, told_other = _loaded(saved, outer_optimizer=partial(torch.optim.Adam, lr=0.01))
+    _, other, other_messages = _loaded(saved, outer_optimizer=partial(torch.optim.Adam, lr=0.01))
     assert [float(state["step"]) for state in other.state.values()] == [1.0] * len(other.state)
-    assert told_slow == []
-    for told, current in ((told_other, "Adam, which starts without state"), (_loaded(saved)[2], "none")):
-        [message] = told
+    assert slow_messages == []
+    for messages, current in ((other_messages, "Adam, which starts without state"), (_loaded(saved)[2], "none")):
+        [message] = messages
         assert f"optimizer is SGD, the current one is {current}: the saved state" in message
 
 
-# What is refused.
+# Rejected options.
 
 
 class WithShardedOptimizer(Classifier):
@@ -449,20 +447,20 @@ class WithShardedOptimizer(Classifier):
 
 
 @on_workers(2, process_group=False)
-def test_an_optimizer_that_needs_averaged_gradients_is_refused() -> None:
+def test_an_optimizer_that_needs_averaged_gradients_raises() -> None:
     with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer.* inside it"):
         local_trainer(max_steps=2).fit(WithShardedOptimizer(), ResumableData(4))
 
 
 class Outer:
-    """As a command line makes it of a YAML file: an object that says nothing but where it is."""
+    """A callable object as a command line creates it from YAML, whose repr shows only an address."""
 
     def __call__(self, parameters: Any) -> torch.optim.Optimizer:
         return sgd(parameters)
 
 
 @on_workers(2)
-def test_outer_optimizers_of_a_command_line_and_modules_that_cannot_be() -> None:
+def test_averagers_accept_callable_outer_optimizers_and_reject_invalid_modules() -> None:
     for outer in (Outer(), partial(Outer.__call__, Outer())):
         options = DriftOptions(outer_optimizer=outer)
         SparseModelAverager(nn.Linear(2, 2), HardThreshold(threshold=0.1), options).close()

@@ -105,7 +105,7 @@ def read_mlflow(folder: str) -> list[dict[str, Points]]:
         pytest.param(make_database, partial(train, mlflow_logger), read_mlflow, marks=_needs("mlflow"), id="mlflow"),
     ],
 )
-def test_a_logger_holds_what_the_exchanges_were(
+def test_a_logger_records_all_exchanges(
     prepare: Any, train_with: Callable[[str, int], Batches], read: Any, every: int, tmp_path: Path
 ) -> None:
     if prepare is not None:

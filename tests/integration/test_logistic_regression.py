@@ -66,7 +66,7 @@ class TestObjective:
                 (gradient,) = torch.autograd.grad(by_hand(objective, x, slice(example, example + 1)), x)
                 torch.testing.assert_close(row, gradient)
 
-    def test_smoothness_is_the_largest_curvature_which_is_at_zero(self, objective):
+    def test_smoothness_equals_the_curvature_at_zero(self, objective):
         at_zero = torch.linalg.eigvalsh(objective.hessian(torch.zeros(objective.num_elements, dtype=torch.float64)))
         assert objective.smoothness == pytest.approx(at_zero[-1].item())
         assert objective.l2 == pytest.approx(objective.data_smoothness / 1e4)
@@ -95,7 +95,7 @@ class TestObjective:
         above = objective.value(x + along) - objective.value(x)
         assert bound_error(objective, x + along) == pytest.approx(above, rel=1e-6)
 
-    def test_a_minimum_that_is_not_reached_is_an_error(self, objective, monkeypatch):
+    def test_an_unreached_minimum_raises(self, objective, monkeypatch):
         minimize = objective_module.minimize
 
         def one_iteration(*args, options, **kwargs):
@@ -107,7 +107,7 @@ class TestObjective:
 
 
 class TestShards:
-    def test_each_example_is_one_workers(self):
+    def test_each_example_belongs_to_one_worker(self):
         labels = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
         for sharding in ("shuffled", "sorted"):
             assert sorted(shards(labels, 3, sharding).flatten().tolist()) == list(range(6))
@@ -115,13 +115,13 @@ class TestShards:
         many = torch.tensor([1.0, -1.0]).repeat(50)
         assert (many[shards(many, 2, "shuffled")].mean(dim=1).abs() < 0.5).all()
 
-    def test_workers_with_different_numbers_are_refused(self):
+    def test_workers_with_different_numbers_of_examples_are_rejected(self):
         with pytest.raises(ValueError, match="Got 7 examples for 2 workers"):
             shards(torch.ones(7), 2, "shuffled")
         kept = drop_remainder(7, 2)
         assert len(set(kept.tolist())) == 6
 
-    def test_a_worker_draws_from_its_own(self):
+    def test_a_worker_draws_from_its_own_examples(self):
         own = torch.arange(12).view(3, 4)
         drawn = draw_examples(own, 200, seed=1)
         for worker in range(3):
@@ -135,7 +135,7 @@ class TestTraining:
     def drawn(self, objective):
         return draw_examples(shards(objective.labels, 4, "sorted"), 80, seed=1)
 
-    def test_everything_sent_is_sgd_on_the_mean_gradient(self, objective, drawn):
+    def test_sending_everything_equals_sgd_on_the_mean_gradient(self, objective, drawn):
         x = torch.zeros(objective.num_elements, dtype=torch.float64, requires_grad=True)
         optimizer = torch.optim.SGD([x], lr=0.1)
         for examples in drawn:
@@ -149,7 +149,7 @@ class TestTraining:
         assert not last.residuals.any()
 
     @pytest.mark.parametrize("sparsifier", [TopK(0.2), HardThreshold(threshold=1.5)], ids=["top_k", "hard_threshold"])
-    def test_what_is_not_in_x_is_in_the_residuals(self, objective, drawn, sparsifier):
+    def test_weights_plus_residuals_contain_all_gradients(self, objective, drawn, sparsifier):
         total = torch.zeros(objective.num_elements, dtype=torch.float64)
         largest = []
         for state, examples in zip(training(objective, drawn, sparsifier, 0.1, every=1), drawn, strict=False):
@@ -159,8 +159,8 @@ class TestTraining:
         assert max(largest) > 1.0
         assert isinstance(sparsifier, TopK) or max(largest) < 1.5
 
-    def test_workers_together_and_one_by_one_are_the_same(self, objective, drawn):
-        # Without ties Top-k of the model, which is asked worker by worker, is that of each layer.
+    def test_vectorized_workers_equal_single_workers(self, objective, drawn):
+        # Without ties, Top-k of the model, which selects for each worker in turn, equals Top-k of each layer.
         *_, together = training(objective, drawn, TopK(0.2), 0.1, every=80)
         *_, one_by_one = training(objective, drawn, TopK(0.2, granularity="model"), 0.1, every=80)
         assert together.sent == one_by_one.sent == 80 * 4 * 2
@@ -170,9 +170,9 @@ class TestTraining:
     def test_tuned_threshold_sends_the_budget(self, objective, drawn, budget):
         threshold = tune_threshold(objective, drawn, 0.1, budget)
         *_, last = training(objective, drawn, HardThreshold(threshold=threshold), 0.1, every=80)
-        assert last.sent == pytest.approx(budget, rel=0.02)  # so few coordinates: one more or less is 1 % already
+        assert last.sent == pytest.approx(budget, rel=0.02)  # a single coordinate is 1 %
 
-    def test_a_budget_that_cannot_be_is_refused(self, objective, drawn):
+    def test_an_impossible_budget_raises(self, objective, drawn):
         with pytest.raises(ValueError, match=r"Invalid budget=3840\. Must be at least 1 and below 3840"):
             tune_threshold(objective, drawn, 0.1, drawn.numel() * objective.num_elements)
 
@@ -182,7 +182,7 @@ class TestCurves:
     def setting(self, objective):
         return Setting(objective, shards(objective.labels, 4, "shuffled"), 1 / objective.smoothness, 200, 20)
 
-    def test_what_is_recorded(self, setting):
+    def test_training_records_these_numbers(self, setting):
         d = setting.objective.num_elements
         setting = setting._replace(learning_rate=0.1)
         threshold = tune_threshold_to_density(setting, 0.2)
@@ -203,7 +203,7 @@ class TestCurves:
         assert (own["squared_error_bound"] == d * threshold**2).all()
         assert frame[frame["method"] == "top_k"]["squared_error_bound"].isna().all()
 
-    def test_the_bound_and_what_it_bounds(self, setting):
+    def test_measured_errors_stay_below_the_bound(self, setting):
         objective = setting.objective
         slower = setting._replace(learning_rate=limit_learning_rate(objective, setting.learning_rate))
         assert slower.learning_rate == pytest.approx(setting.learning_rate / 4)
@@ -233,7 +233,7 @@ class TestCurves:
         noise, heterogeneity = estimate_noise(objective, shards(objective.labels, 2, "sorted"), x, seed=1)
         own = [gradients[examples] for examples in shards(objective.labels, 2, "sorted")]
         exact = sum(float(gradient.var(dim=0, correction=0).sum()) for gradient in own) / 2
-        assert noise == pytest.approx(exact, rel=0.2)  # of 100 draws a worker
+        assert noise == pytest.approx(exact, rel=0.2)  # from 100 draws per worker
         assert heterogeneity == pytest.approx(float((own[0].mean(0) - own[1].mean(0)).square().sum()) / 4, rel=0.3)
 
 
@@ -255,7 +255,7 @@ SMALL = ("--dataset=mushrooms", "--workers=4", "--iterations=40", "--every=10", 
 
 
 class TestCommand:
-    def test_the_same_numbers_twice_and_figures_from_csv_alone(self, written, monkeypatch, capsys):
+    def test_runs_are_reproducible_and_figures_need_only_csv(self, written, monkeypatch, capsys):
         once, again = written / "once", written / "again"
         arguments = ("--root", written, *SMALL, "--seeds", 1, 2, "--shardings", "sorted")
         run(monkeypatch, *arguments, "--output", once)
@@ -283,7 +283,7 @@ class TestCommand:
         assert table in printed
         assert table.count("\n| sorted | ") == 6
 
-    def test_a_threshold_that_is_given_is_taken(self, written, monkeypatch):
+    def test_a_given_threshold_is_used(self, written, monkeypatch):
         arguments = ("--threshold", 0.75, "--seeds", 1, "--methods", "hard_threshold")
         monkeypatch.setattr("recipes.logistic_regression.__main__.report", lambda folder: None)
         run(monkeypatch, "--root", written, *SMALL, *arguments, "--output", written / "given")
@@ -292,7 +292,7 @@ class TestCommand:
         assert set(frame["sharding"]) == {"shuffled", "sorted"}
         assert set(frame["method"]) == {"hard_threshold"}
 
-    def test_data_that_cannot_be_had_are_one_line(self, tmp_path, monkeypatch):
+    def test_missing_data_exit_with_a_single_line(self, tmp_path, monkeypatch):
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         monkeypatch.setitem(URLS, "gisette", "http://127.0.0.1:1/gisette_scale.bz2")
         with pytest.raises(SystemExit) as ended:
@@ -301,7 +301,7 @@ class TestCommand:
         assert f"Put the file from http://127.0.0.1:1/gisette_scale.bz2 at {tmp_path}/libsvm" in ended.value.code
         assert not (tmp_path / "out").exists()
 
-    def test_nothing_to_draw(self, tmp_path, monkeypatch):
+    def test_drawing_without_results_fails(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
         with pytest.raises(SystemExit, match=r"has no curves\.csv. Run python -m recipes\.logistic_regression"):
             report.main()
@@ -338,7 +338,7 @@ class TestData:
             ("gisette", "not compressed"),
         ],
     )
-    def test_a_file_that_cannot_be_read(self, tmp_path, dataset, content):
+    def test_an_unreadable_file_raises(self, tmp_path, dataset, content):
         path = tmp_path / "libsvm" / URLS[dataset].rsplit("/", 1)[1]
         path.parent.mkdir()
         path.write_text(content)

@@ -144,7 +144,7 @@ def run(steps: int, num_workers: int) -> list[tuple[list[Mark], float]]:
 
 @pytest.mark.full
 @pytest.mark.long
-def test_nothing_grows_drifts_or_parts_company() -> None:
+def test_memory_and_replicas_stay_constant() -> None:
     results = run(800, num_workers=3)
     for marks in zip(*(marks for marks, _ in results), strict=True):
         assert len({mark.weights for mark in marks}) == 1

@@ -33,14 +33,14 @@ def small_model(**arguments):
 
 
 class TestModel:
-    def test_embedding_and_decoder_are_one(self):
+    def test_embedding_and_decoder_share_a_weight(self):
         network = TiedLSTM(50, 8, 2)
         assert network.decoder.weight is network.embedding.weight
         assert 0.09 < network.embedding.weight.abs().max() <= 0.1
         assert not network.decoder.bias.any()
         assert (network.lstm.dropout, network.dropout.p) == (0.4, 0.4)
 
-    def test_says_which_vocabulary_size_to_give(self):
+    def test_an_error_names_the_vocabulary_size(self):
         model = small_model()
         model.trainer = SimpleNamespace(datamodule=SimpleNamespace(vocabulary_size=333))
         with pytest.raises(ValueError, match=r"333 words, but the model has 200\. Add --model\.vocabulary_size=333"):
@@ -51,7 +51,7 @@ class TestModel:
 
 
 class TestHiddenState:
-    def test_is_carried_within_an_epoch_and_only_there(self):
+    def test_is_carried_only_within_an_epoch(self):
         model, windows = small_model(), list(Windows(torch.randint(200, (3, 21)), 10))
         assert [window.shape for window, _ in windows] == [(10, 3), (10, 3)]
         inputs, targets = (torch.cat(parts) for parts in zip(*windows, strict=True))
@@ -63,7 +63,7 @@ class TestHiddenState:
         cold = sum(model._summed_loss(window, 0, "train")[0] for window in windows)
         assert not torch.isclose(cold, whole, rtol=1e-6)
 
-    def test_holds_no_gradient_and_is_kept_apart_from_validation(self):
+    def test_has_no_gradient_and_is_separate_in_validation(self):
         model, (window, *_) = small_model(), list(Windows(torch.randint(200, (3, 21)), 10))
         model._summed_loss(window, 0, "train")
         before = model.hidden["train"]
@@ -71,13 +71,13 @@ class TestHiddenState:
         model._summed_loss(window, 0, "val")
         assert model.hidden["train"] is before
 
-    def test_of_other_columns_is_dropped(self):
+    def test_is_dropped_if_columns_change(self):
         model, (window, *_) = small_model(), list(Windows(torch.randint(200, (3, 21)), 10))
         model.hidden["train"] = (torch.ones(2, 5, 16), torch.ones(2, 5, 16))
         with pytest.warns(UserWarning, match="state has 5 columns, but the text has 3"):
             model._summed_loss(window, 1, "train")
 
-    def test_goes_through_a_checkpoint_in_the_middle_of_an_epoch(self, tmp_path):
+    def test_is_saved_in_a_checkpoint_within_an_epoch(self, tmp_path):
         path = str(tmp_path / "step 4.ckpt")
         whole = run_workers(twelve_steps, 2, path, None, process_group=False)
         resumed = run_workers(twelve_steps, 2, None, path, process_group=False)
@@ -119,7 +119,7 @@ def twelve_steps(save, resume):
 
 class TestColumns:
     @pytest.mark.parametrize(("tokens", "columns", "workers"), [(1000, 3, 4), (96, 4, 8), (101, 5, 1)])
-    def test_workers_train_on_disjoint_columns_that_leave_a_remainder_only(self, tokens, columns, workers):
+    def test_workers_train_on_disjoint_columns_of_all_words_but_a_remainder(self, tokens, columns, workers):
         text = torch.arange(tokens)
         shards = [training_columns(text, columns, worker, workers) for worker in range(workers)]
         assert len({tuple(shard.shape) for shard in shards}) == 1
@@ -141,7 +141,7 @@ class TestColumns:
                 assert words.min() >= 0
         assert sorted(targets) == text.tolist()
 
-    def test_windows_go_on_where_the_last_one_ended_and_can_be_resumed(self):
+    def test_windows_are_contiguous_and_can_be_resumed(self):
         columns = torch.randint(200, (4, 32))
         windows = Windows(columns, 10)
         every = list(windows)
@@ -171,17 +171,17 @@ class UnevenText(WikiText2DataModule):
 
 
 @on_workers(2, process_group=False)
-def test_perplexity_is_that_of_all_words_of_all_workers():
+def test_perplexity_covers_all_words_of_all_workers():
     trainer = quiet_trainer("ddp", num_workers=2)
     model, data = small_model(), UnevenText(columns=3, eval_columns=3, bptt=30)
-    with torch.no_grad():  # words whose probabilities differ widely, so that what is counted where matters
+    with torch.no_grad():  # words with very different probabilities reveal miscounts
         model.network.decoder.bias.normal_(std=3)
     [validated], [tested] = trainer.validate(model, data, verbose=False), trainer.test(model, data, verbose=False)
     model.eval()
     text = UnevenText()._read().val
     losses = []
     with torch.no_grad():
-        for first in range(0, UNEVEN, 168):  # plainly: a column at a time, not in windows
+        for first in range(0, UNEVEN, 168):  # reference: a column at a time, without windows
             targets = text[first : first + 168]
             words = torch.cat([text[first - 1 : first] if first else torch.tensor([7]), targets[:-1]])
             logits, _ = model.network(words[:, None])
@@ -222,11 +222,11 @@ class TestMarkovChain:
         assert (stationary > 0).all()
         torch.testing.assert_close(stationary @ chain.transitions, stationary)
 
-    def test_text_has_the_perplexity_that_is_computed(self):
+    def test_text_has_the_computed_perplexity(self):
         chain = MarkovChain()
         text = chain.sample(50_000, seed=3)
         surprise = -chain.transitions[text[:-1], text[1:]].log()
-        # Half a percent: the mean of 50,000 logarithms, whose deviation is about one.
+        # Half a percent: the mean of 50,000 logarithms with a deviation of about 1.
         assert surprise.mean().exp().item() == pytest.approx(chain.perplexity(), rel=0.02)
         frequency = text.bincount(minlength=200) / len(text)
         assert (frequency - chain.stationary()).abs().max() < 0.005
@@ -245,7 +245,7 @@ def test_the_model_learns_a_markov_chain():
     floor = MarkovChain().perplexity()
     # The deviation of the mean over 20,000 words is 0.7 %.
     assert 0.98 * floor < trainer.callback_metrics["val/perplexity"].item() < 1.3 * floor
-    assert floor < 10  # and a model without a past cannot do better than about 190
+    assert floor < 10  # a model without memory reaches at best about 190
 
 
 def write_corpus(folder, **contents):
@@ -269,18 +269,18 @@ class TestBadInput:
             ),
         ],
     )
-    def test_a_file_that_cannot_be_read_is_named(self, contents, message, tmp_path):
+    def test_an_error_names_the_unreadable_file(self, contents, message, tmp_path):
         write_corpus(tmp_path / "wikitext-2", **contents)
         with pytest.raises(CorpusError, match=re.escape(f"{tmp_path}/wikitext-2/{message}")):
             read_wikitext2(tmp_path / "wikitext-2")
 
-    def test_names_the_file_where_nothing_was_tried(self, tmp_path):
+    def test_an_error_names_the_file_before_any_download(self, tmp_path):
         write_corpus(tmp_path / "wikitext-2", val=None)
         message = r"wiki\.valid\.tokens of WikiText-2 is not in .*Put wikitext-2-v1\.zip from https\S+ into .*builtin"
         with pytest.raises(MissingDataError, match=message):
             WikiText2DataModule(root=str(tmp_path)).setup("fit")
 
-    def test_too_short_for_the_columns(self, tmp_path):
+    def test_text_too_short_for_the_columns_raises(self, tmp_path):
         write_corpus(tmp_path / "wikitext-2")
         data = WikiText2DataModule(root=str(tmp_path), columns=200)
         with pytest.raises(CorpusError, match=r"wiki\.train\.tokens has 240 words to train on, too few for 200 col"):
@@ -288,7 +288,7 @@ class TestBadInput:
 
 
 class TestData:
-    def test_vocabulary_is_the_training_splits(self, tmp_path):
+    def test_vocabulary_comes_from_the_training_split(self, tmp_path):
         write_corpus(tmp_path / "w", train=b"b a a \n a b c \n", val=b"c d \n", test=b"a \n")
         corpus = read_wikitext2(tmp_path / "w")
         assert corpus.vocabulary_size == 5  # <unk>, a, <eos> and b (both twice), c
@@ -323,7 +323,7 @@ class TestData:
         topics_in_order = [before.index(article) % 2 for article in after]
         assert topics_in_order in ([0] * 4 + [1] * 4, [1] * 4 + [0] * 4)
 
-    def test_articles_that_are_all_alike_stay_as_they_are(self, tmp_path):
+    def test_equal_articles_leave_the_text_unchanged(self, tmp_path):
         write_corpus(tmp_path / "wikitext-2")
         data = WikiText2DataModule(root=str(tmp_path), columns=1, heterogeneous=True)
         data.setup("fit")
@@ -343,7 +343,7 @@ class TestData:
 
     @pytest.fixture
     def archive(self, tmp_path, monkeypatch):
-        """The contents of the files that a server sends, whose md5 are expected, and the requests to it."""
+        """The contents of files on a server, with their expected md5, and the requests to it."""
         contents = {name: f"the text of {name} \n".encode() for name in FILES.values()}
         digests = {name: hashlib.md5(content, usedforsecurity=False).hexdigest() for name, content in contents.items()}
         monkeypatch.setattr(corpus_module, "MD5", digests)
@@ -360,7 +360,7 @@ class TestData:
         monkeypatch.setattr(corpus_module, "fetch", fetch)
         return contents, asked
 
-    def test_unpacks_what_is_missing_and_asks_once(self, tmp_path, archive):
+    def test_unpacks_missing_files_with_a_single_request(self, tmp_path, archive):
         contents, asked = archive
         (tmp_path / "wikitext-2").mkdir()
         (tmp_path / "wikitext-2" / "wiki.test.tokens").write_bytes(contents["wiki.test.tokens"])
@@ -372,14 +372,14 @@ class TestData:
         assert files == contents
         assert (tmp_path / "wikitext-2" / "wiki.test.tokens").stat().st_mtime_ns == untouched
 
-    def test_other_text_in_its_place_is_used(self, tmp_path, archive):
+    def test_other_text_in_place_of_the_files_is_used(self, tmp_path, archive):
         write_corpus(tmp_path / "wikitext-2")
         with pytest.warns(UserWarning, match=r"differs from WikiText-2's wiki.* and is used anyway"):
             WikiText2DataModule(root=str(tmp_path)).prepare_data()
         assert not archive[1]
 
     @pytest.mark.parametrize("damage", ["of a file", "of all"])
-    def test_a_damaged_archive_is_named_and_leaves_nothing(self, damage, tmp_path, archive, monkeypatch):
+    def test_an_error_names_a_damaged_archive_and_leaves_no_file(self, damage, tmp_path, archive, monkeypatch):
         if damage == "of a file":
             monkeypatch.setitem(corpus_module.MD5, "wiki.train.tokens", "0" * 32)
         else:
@@ -397,7 +397,7 @@ class TestData:
     def test_real_text(self, monkeypatch):
         monkeypatch.setattr(corpus_module, "fetch", refuse_to_fetch)
         data = WikiText2DataModule(root=str(DATA))
-        data.prepare_data()  # with a warning if a file were not the right one
+        data.prepare_data()  # warns if a file is wrong
         data.setup("fit")
         assert len(data.corpus.train) == 2_088_628
         assert (len(data.corpus.val), len(data.corpus.test)) == (217_646, 245_569)

@@ -1,4 +1,4 @@
-"""The monitors: their numbers, tables and pictures, and that they issue no collective."""
+"""The monitors: numbers, tables and pictures, without any collective."""
 
 import io
 import re
@@ -39,7 +39,7 @@ SIZES = {name: parameter.numel() for name, parameter in Classifier().named_param
 
 @dataclass
 class Watched:
-    """The record of a training with monitors on one worker."""
+    """The record of a training with monitors on a worker."""
 
     steps: list[StepStats]
     callback_metrics: dict[str, float]
@@ -79,7 +79,7 @@ def test_tensorboard_shows_averages_totals_and_layers(tmp_path: Path) -> None:
     for worker in workers:
         for tag in ("sparse/average_density", "sparse/total_error"):
             assert worker.callback_metrics[tag] == pytest.approx(rows[-1][tag], rel=1e-5)
-    # In a process of its own: reading event files warns about protobuf.
+    # In a separate process, because reading event files warns about protobuf.
     run_workers(_check_events, 1, str(tmp_path), steps, rows, process_group=False)
 
 
@@ -90,7 +90,7 @@ def _check_events(folder: str, steps: list[StepStats], rows: list[dict[str, floa
     events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
     events.Reload()
     tags = events.Tags()
-    # A scalar per layer is for other loggers; in TensorBoard it would bury everything else.
+    # Scalars per layer are for other loggers; in TensorBoard they hide everything else.
     assert not any(tag.startswith("sparse/layer_density") for tag in tags["scalars"])
     for tag in [tag for tag in rows[0] if not tag.startswith("sparse/layer_density")]:
         points = events.Scalars(tag)
@@ -106,14 +106,14 @@ def _check_events(folder: str, steps: list[StepStats], rows: list[dict[str, floa
     assert image.height > 100
 
 
-def test_barebones_the_monitors_count_and_log_nothing() -> None:
+def test_monitors_count_and_log_nothing_in_barebones_mode() -> None:
     monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
     first, _ = watch(monitors, barebones=True, log_every_n_steps=0, max_steps=4)
     assert re.search(r"steps exchanged +4", first.printed)
 
 
 @pytest.mark.parametrize("per_layer", [True, False])
-def test_without_a_logger_the_table_remains_and_only_the_first_worker_prints_it(per_layer: bool) -> None:
+def test_rank_0_prints_the_table_without_a_logger(per_layer: bool) -> None:
     first, second = watch([DensityMonitor(per_layer)])
     assert second.printed == ""
     assert all(bool(step.layers) == per_layer for step in first.steps)
@@ -138,8 +138,8 @@ def test_the_table_names_drifts() -> None:
     assert table.startswith("Sparse drift exchange\n")
 
 
-def test_the_table_keeps_within_80_columns_and_shortens_names_of_layers_in_the_middle() -> None:
-    """The names are those that PEFT gives to adapters of a GPT."""
+def test_the_table_has_at_most_80_columns_and_shortens_layer_names() -> None:
+    """Uses names of PEFT adapters of a GPT."""
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
     layers = {name.format(layer): LayerStats(32_768, 2, 0.5, 1.0) for layer in (0, 31)}
     monitor = DensityMonitor()
@@ -151,7 +151,7 @@ def test_the_table_keeps_within_80_columns_and_shortens_names_of_layers_in_the_m
         assert re.search(row, table, re.M), table
 
 
-def test_the_table_of_a_resumed_run_says_since_when_it_knows_of_layers() -> None:
+def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
     monitor = DensityMonitor()
     layer = LayerStats(2**40, 1, 1.23456e-9, 1.0)
     step = StepStats(0, 2, 2**40, 10**12, 1.0, 1.0, 0, 10**18, 10**18, 1.23456e-9, layers={"a." * 99 + "weight": layer})
@@ -162,17 +162,17 @@ def test_the_table_of_a_resumed_run_says_since_when_it_knows_of_layers() -> None
     assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
 
 
-def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() -> None:
+def test_the_table_separates_calibration_and_dense_exchanges() -> None:
     strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=10, bucket_cap_mb=SMALL_BUCKETS_MB)
     first, second = watch([DensityMonitor(per_layer=False)], strategy=strategy, max_steps=12)
     assert second.printed == ""
     rows = dict(re.findall(r"^ +(\S.+?)  +(.+)$", first.printed, re.MULTILINE))
     number = sum(step.is_calibration for step in first.steps)
     calibrating, later = first.steps[:number], first.steps[number:]
-    assert 3 <= number < 10  # it ends when the mean of ‖g‖² is known, not with calibration_steps
+    assert 3 <= number < 10  # calibration ends once the mean of ‖g‖² is known, before calibration_steps
     assert all(step.is_calibration and step.dense_elements == NUM_ELEMENTS for step in calibrating)
     assert all(step.density == 1 for step in calibrating)
-    # exchange="auto" knows nothing before the first of them.
+    # exchange="auto" has no history before the first step.
     assert all(step.dense_elements == 0 and step.density < 1 for step in later[1:])
     assert rows["steps exchanged"] == "12"
     assert rows["for calibration"] == f"{number}"
@@ -185,18 +185,18 @@ def test_the_table_tells_calibration_and_what_travelled_whole_from_the_rest() ->
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_what_loggers_leave_out_is_told(tmp_path: Path, every: int) -> None:
+def test_a_message_names_the_steps_that_loggers_skip(tmp_path: Path, every: int) -> None:
     first, _ = watch([DensityMonitor()], logger=CSVLogger(str(tmp_path)), log_every_n_steps=every)
-    told = [text for text in first.messages if text.startswith("DensityMonitor: loggers show one step in 3")]
-    assert len(told) == (every == 3)
+    messages = [text for text in first.messages if text.startswith("DensityMonitor: loggers show one step in 3")]
+    assert len(messages) == (every == 3)
 
 
-def test_a_worker_that_is_alone_has_no_table() -> None:
+def test_a_single_worker_has_no_table() -> None:
     [alone] = watch([DensityMonitor()], num_workers=1)
     assert alone.printed == ""
 
 
-def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
+def test_rank_0_prints_the_last_line_of_the_error_monitor() -> None:
     workers = watch([ErrorMonitor()])
     errors = [step.squared_error for step in workers[0].steps]
     assert workers[1].printed == ""
@@ -206,7 +206,7 @@ def test_the_error_monitors_last_line_is_printed_by_the_first_worker() -> None:
     assert not any(step.layers for step in workers[0].steps)
 
 
-def test_under_plain_ddp_the_monitors_are_idle_and_say_so() -> None:
+def test_monitors_warn_and_stay_idle_under_plain_ddp() -> None:
     workers = watch([DensityMonitor(), ErrorMonitor(per_layer=True)], strategy="ddp")
     for worker in workers:
         assert worker.printed == ""
@@ -237,9 +237,9 @@ def test_monitors_and_logging_cost_no_collective(exchange: str) -> None:
     without, with_monitors = runs
     assert without
     assert with_monitors == without
-    # One a step, as two small payloads travel together, and nothing for the strategy's own numbers; on the dense
-    # route one a bucket, 1 bucket in the first step, then 2, and a gather of headers. A gather of two workers over
-    # Gloo is one message from each. (Lightning itself broadcasts whether to stop.)
+    # Two small payloads share a collective per step, and statistics need none. The dense route needs a collective per
+    # bucket (1 in the first step, then 2) and a gather of headers. Over Gloo, a gather of two workers takes a message
+    # from each. (Lightning itself broadcasts whether to stop.)
     expected = (1 + 5 * 2) + 6 if exchange == "dense" else 6
     assert len([name for name in without[start + 1 : end] if name != "broadcast"]) == expected
 
@@ -261,7 +261,7 @@ def _call(collective: Any, name: str, calls: list[str], *args: Any, **kwargs: An
 def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     before = watch([DensityMonitor(), ErrorMonitor(), SaveAt(3, path)], max_steps=3)
-    # Another threshold, so that the two halves differ.
+    # The threshold changes, so that the two halves differ.
     strategy = DDPHardThresholdStrategy(threshold=THRESHOLD / 3, bucket_cap_mb=SMALL_BUCKETS_MB)
     after = watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, ckpt_path=path)
     for first, second in zip(before, after, strict=True):
@@ -270,7 +270,7 @@ def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Pat
         average, total = density_of(steps), sum(step.squared_error for step in steps)
         assert second.callback_metrics["sparse/average_density"] == pytest.approx(average, rel=1e-5)
         assert second.callback_metrics["sparse/total_error"] == pytest.approx(total, rel=1e-5)
-        # Without the checkpoint's callback state the same steps have another average.
+        # Without the saved state of the callback, the average differs.
         assert density_of(second.steps) != pytest.approx(average, rel=1e-3)
     assert re.search(r"steps exchanged +6$", after[0].printed, re.MULTILINE)
     sent = sum(step.payload_bytes for half in (before, after) for step in half[0].steps)
@@ -278,13 +278,13 @@ def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("columns", [0, 1, -3])
-def test_a_picture_of_too_few_columns_is_refused(columns: int) -> None:
+def test_a_picture_with_too_few_columns_raises(columns: int) -> None:
     with pytest.raises(ValueError, match=rf"Invalid image_columns={columns}\. Must be a whole number of at least 2"):
         DensityMonitor(image_columns=columns)
 
 
-class _PrintsPicture(Callback):
-    """Prints the columns of a monitor's picture."""
+class _PicturePrinter(Callback):
+    """Prints the columns of a picture of a monitor."""
 
     def __init__(self, monitor: DensityMonitor) -> None:
         self.monitor = monitor
@@ -294,9 +294,9 @@ class _PrintsPicture(Callback):
         print(len(history.columns), history.steps_per_column, history.columns[0]["middle.weight"])
 
 
-def test_a_run_longer_than_the_picture_is_wide_is_averaged_into_it() -> None:
+def test_a_picture_averages_a_run_longer_than_its_width() -> None:
     monitor = DensityMonitor(image_columns=4)
-    workers = watch([monitor, _PrintsPicture(monitor)], max_steps=8)
+    workers = watch([monitor, _PicturePrinter(monitor)], max_steps=8)
     columns, steps_per_column, density = workers[1].printed.split()
     assert int(columns) < 4
     assert steps_per_column == "4"

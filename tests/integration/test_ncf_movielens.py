@@ -89,7 +89,7 @@ class TestModel:
         assert network.mlp[0].weight.abs().max().item() == pytest.approx((6 / (32 + 64)) ** 0.5, rel=0.02)
         assert network.output.weight.abs().max().item() <= (3 / 80) ** 0.5
 
-    def test_says_that_it_does_not_know_its_size(self):
+    def test_a_model_without_a_size_raises(self):
         model = NCFRecommender()
         model.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
         with pytest.raises(RuntimeError, match=r"num_users is unknown\. Pass it, or use"):
@@ -120,7 +120,7 @@ class TestSampling:
         ("world_size", "heterogeneous", "device"),
         [*product((1, 2, 3, 8), (False, True), ("cpu",)), pytest.param(1, False, "cuda", marks=pytest.mark.cuda)],
     )
-    def test_every_positive_once_an_epoch_over_all_workers(self, ratings, world_size, heterogeneous, device):
+    def test_every_positive_occurs_once_per_epoch_over_all_workers(self, ratings, world_size, heterogeneous, device):
         seen, sizes, labels = [], [], []
         for rank, shard in enumerate(shards(ratings, world_size, heterogeneous=heterogeneous)):
             batches = epoch_batches(ratings, shard, rank, device=device)
@@ -137,7 +137,7 @@ class TestSampling:
         assert torch.cat(labels).mean().item() == pytest.approx(0.2)
         assert len(torch.cat(labels)) == 5 * len(ratings.users)
 
-    def test_shuffled_shards_hold_negatives_for_their_own_positives(self, ratings):
+    def test_shuffled_shards_contain_negatives_for_their_own_positives(self, ratings):
         for shard in shards(ratings, 3):
             positives = shard.users[: len(shard.positive_items)]
             assert torch.equal(shard.users, positives.repeat(5))
@@ -240,7 +240,7 @@ def test_epochs_of_two_workers():
 
 
 class TestSplit:
-    def test_held_out_and_training(self, tmp_path):
+    def test_splits_held_out_and_training_items(self, tmp_path):
         rows = some_rows()
         ratings = parse_ratings(write_ratings(tmp_path / "ratings.csv", rows))
         table = np.array([[float(part) for part in row.split(",")] for row in rows])
@@ -354,7 +354,7 @@ class TestLowRank:
 
     @pytest.mark.full
     @pytest.mark.parametrize(("world_size", "strategy", "share"), [(1, "auto", 0.88), (2, "sparse", 0.75)])
-    def test_model_learns_it_and_does_not_exceed_the_best(self, world_size, strategy, share):
+    def test_a_model_learns_the_ranking_and_does_not_exceed_the_best(self, world_size, strategy, share):
         learned, *others = run_workers(learn_low_rank, world_size, world_size, strategy, process_group=False)
         assert learned.hit_rate > share * learned.best
         assert learned.hit_rate < learned.best + 3 * (learned.best * (1 - learned.best) / learned.num_users) ** 0.5
@@ -451,7 +451,7 @@ class TestFile:
         assert cache.stat().st_size > 1000
         assert torch.equal(load_ratings(path).candidates, expected.candidates)
 
-    def test_does_without_a_cache_where_none_can_be_written(self, tmp_path, monkeypatch):
+    def test_reads_without_a_cache_if_it_cannot_write(self, tmp_path, monkeypatch):
         def refuse(*args, **kwargs):
             raise PermissionError("read-only")
 
@@ -508,7 +508,7 @@ class TestArchive:
         assert archive.fetch_ratings(tmp_path, "ml-latest-small").read_text() == "few rows"
         assert [name for _, name, _ in server] == ["ml-latest-small.zip"]
 
-    def test_takes_an_archive_that_was_put_there_by_hand(self, tmp_path, monkeypatch, server):
+    def test_uses_an_archive_that_the_user_placed(self, tmp_path, monkeypatch, server):
         serve = archive.fetch
 
         def without_checksum(url, path, **options):
@@ -533,7 +533,7 @@ class TestArchive:
             archive.fetch_ratings(tmp_path, "ml-20m")
         assert not list((tmp_path / "ml-20m").iterdir())
 
-    def test_names_a_checksum_that_is_none(self, server, tmp_path):
+    def test_names_an_invalid_checksum(self, server, tmp_path):
         (tmp_path / "ml-20m.zip.md5").write_text("<html>")
         with pytest.raises(MissingDataError, match=r"ml-20m\.zip\.md5 holds no md5\. Delete it"):
             archive.fetch_ratings(tmp_path, "ml-20m")

@@ -80,7 +80,7 @@ def namespaces(process_id):
     return [line.split()[0] for line in listed.splitlines() if f"-{process_id}-" in line]
 
 
-def test_a_worker_has_the_variables_of_torchrun_and_a_core_of_its_own(lab):
+def test_a_worker_has_the_variables_of_torchrun_and_its_own_core(lab):
     outputs = lab.run([sys.executable, "-c", SHOW_ENVIRONMENT], workers_per_host=2, env={"EXTRA": "1"})
     for rank, output in enumerate(outputs):
         environment, cores = json.loads(output)
@@ -115,7 +115,7 @@ def test_a_link_keeps_its_rate_in_both_directions_and_counts(lab):
     assert "tbf" not in root.stdout
 
 
-def test_a_link_can_be_cut_and_mended(lab):
+def test_a_link_can_be_cut_and_restored(lab):
     lab.link_down(1)
     assert lab.run([sys.executable, "-c", KNOCK, "0.3"])[1] == "lost\n"
     lab.link_up(1)
@@ -159,7 +159,7 @@ def test_nothing_is_left_after_a_signal(lab, number):
         time.sleep(0.01)
 
 
-def test_without_ip_the_command_runs_on_loopback():
+def test_the_command_runs_on_loopback_without_ip():
     command = [sys.executable, "-m", "benchmarks.network_lab", "--hosts", "2", "--workers-per-host", "1", "--"]
     command += [sys.executable, "-c", SHOW_ENVIRONMENT]
     environment = os.environ | {"PATH": "/nowhere"}
@@ -172,7 +172,7 @@ def test_without_ip_the_command_runs_on_loopback():
         assert (worker["RANK"], worker["MASTER_ADDR"], worker["GLOO_SOCKET_IFNAME"]) == (str(rank), "127.0.0.1", "lo")
 
 
-def test_a_command_that_cannot_start_ends_those_that_did():
+def test_a_command_that_cannot_start_ends_the_others():
     with pytest.raises(FileNotFoundError):
         Workers([["sleep", "60"], ["/nowhere"]], 1, {}, pin=True, echo=False)
 

@@ -54,7 +54,7 @@ MISSING = [name for name in ("nbclient", "ipykernel") if importlib.util.find_spe
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}. `pip install nbclient ipykernel`.")
-def test_the_cells_of_the_page_train_save_and_go_on_in_a_kernel(
+def test_the_cells_of_the_page_train_save_and_resume_in_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nbformat

@@ -89,7 +89,7 @@ def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[
     [(name, "cpu") for name in ("gathered", "drift", "simulated")]
     + [pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in CASES],
 )
-def test_a_resumed_run_equals_one_that_never_stopped(name: str, device: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(name: str, device: str, tmp_path: Path) -> None:
     case, path = CASES[name], str(tmp_path / "stop.ckpt")
     straight = run_workers(_fit, case.num_workers, name, device, path, None, process_group=False)
     resumed = run_workers(_fit, case.num_workers, name, device, None, path, process_group=False)

@@ -52,12 +52,12 @@ def row_of(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [row_of(name) for name in ROWS])
-def test_a_program_trains_as_it_should(name, outcomes):
+def test_a_program_trains_as_in_its_reference_world(name, outcomes):
     row = ROWS[name]
     if reason := row.missing():
         pytest.skip(reason)
     workers = outcomes(name)
-    failures = [f"worker {rank}: {told}" for rank, told in enumerate(workers) if isinstance(told, str)]
+    failures = [f"worker {rank}: {outcome}" for rank, outcome in enumerate(workers) if isinstance(outcome, str)]
     assert not failures, "\n".join(failures)
     for kind in row.worlds:
         with about(f"in the world of {kind}"):

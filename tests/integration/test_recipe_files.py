@@ -173,7 +173,7 @@ def value_at(config, place):
 
 
 @pytest.mark.parametrize("folder", PAPER)
-def test_the_papers_setting(folder, parsed):
+def test_recipes_have_the_settings_of_the_paper(folder, parsed):
     config = parsed(CONFIGS[f"{folder}/hard_threshold"])
     assert {place: value_at(config, place) for place in PAPER[folder]} == PAPER[folder]
 
@@ -337,7 +337,7 @@ MISSING = "is missing and could not be fetched"
     ],
     ids=["no images", "no ratings", "wrong ratings", "no text", "empty text", "empty text on worker 1"],
 )
-def test_data_that_cannot_be_used_end_all_workers_before_training_with_one_line(folder, files, message, tmp_path):
+def test_unusable_data_end_all_workers_with_a_single_line(folder, files, message, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -349,7 +349,7 @@ def test_data_that_cannot_be_used_end_all_workers_before_training_with_one_line(
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=str)
-def test_the_examples_in_docstrings_are_true(path):
+def test_the_examples_in_docstrings_pass(path):
     failed, attempted = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
     assert failed == 0
     assert attempted > 0
@@ -398,6 +398,6 @@ THREE_OF_EACH = {"num_users": 3, "num_items": 3}
         (load_examples, {"root": Path(), "dataset": "iris"}, r"Invalid dataset='iris'\. Must be one of a9a, gisette"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(make, arguments, message):
+def test_invalid_arguments_raise(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**arguments)

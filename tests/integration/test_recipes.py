@@ -33,7 +33,7 @@ HARD_THRESHOLD = CONFIGS[f"{RESNET}/hard_threshold"]
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["sparse", "dense"])
-def test_as_a_user_types_it(strategy):
+def test_the_command_line_trains_a_recipe(strategy):
     overrides = [] if strategy == "sparse" else ["--trainer.strategy=ddp"]
     command = [sys.executable, "-m", "recipes", "fit", "--config", str(HARD_THRESHOLD), *SMALL[RESNET], *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -82,7 +82,7 @@ class TestNetworks:
 
 
 @on_workers(2, process_group=False)
-def test_the_model_refuses_data_of_another_number_of_classes():
+def test_the_model_rejects_data_with_another_number_of_classes():
     trainer = quiet_trainer("ddp", num_workers=2, fast_dev_run=1)
     with pytest.raises(ValueError, match=r"^The data has 10 classes, the model 100\. Add --model\.num_classes=10\.$"):
         trainer.fit(ImageClassifier(width=1, num_classes=100), CIFARDataModule(source="builtin", num_workers=0))
@@ -104,7 +104,7 @@ class TestModel:
         assert {"conv1.weight", "layer2.0.downsample.0.weight", "fc.weight", "fc.bias"} <= decayed_names
 
     @pytest.mark.parametrize("architecture", PAPER_NUM_PARAMETERS)
-    def test_group_normalisation_takes_the_place_of_all_batch_normalisation(self, architecture):
+    def test_group_normalisation_replaces_all_batch_normalisation(self, architecture):
         width = 64 if architecture == "googlenet" else 4
         with_batch, with_group = (
             ImageClassifier(architecture, width=width, normalisation=normalisation)
@@ -119,7 +119,7 @@ class TestModel:
             assert len(parameter_groups(model, 1e-4)[1]["params"]) == 2 * kinds.count(torch.nn.GroupNorm)
 
     @pytest.mark.parametrize("width", [1, 3, 9, 10])
-    def test_group_normalisation_of_any_width(self, width):
+    def test_group_normalisation_supports_any_width(self, width):
         assert ImageClassifier(width=width, normalisation="group")(torch.randn(2, 3, 8, 8)).shape == (2, 10)
 
 
@@ -211,7 +211,7 @@ def opened(dataset, folder, **options):
 
 
 class TestData:
-    def test_digits_are_split_the_same_way_every_time_and_no_picture_is_in_both_parts(self):
+    def test_the_split_of_digits_is_fixed_and_disjoint(self):
         train, val = read_digits()
         assert (len(train), len(val)) == (1437, 360)
         images, labels = train.tensors
@@ -225,7 +225,7 @@ class TestData:
         trained, validated = ({tuple(image.flatten().tolist()) for image in part.tensors[0]} for part in (train, val))
         assert trained.isdisjoint(validated)
 
-    def test_reads_what_torchvision_reads(self, dataset, folder):
+    def test_reads_the_same_images_as_torchvision(self, dataset, folder):
         data = opened(dataset, folder)
         assert data.num_classes == (10 if dataset is CIFAR10 else 100)
         for train, images in ((True, data.train_images), (False, data.val_images)):
@@ -248,7 +248,7 @@ class TestData:
         assert len({tuple(images.flatten().tolist()) for images in augmented}) > 1
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_augments_on_the_device_as_in_the_loader(self, dataset, folder, training):
+    def test_augments_equally_on_the_device_and_in_the_loader(self, dataset, folder, training):
         batches = []
         for device_augmentation in (False, True):
             data = opened(dataset, folder, device_augmentation=device_augmentation)
@@ -262,7 +262,7 @@ class TestData:
         assert torch.equal(images, images_of_device)
         assert torch.equal(labels, labels_of_device)
 
-    def test_crops_each_image_at_a_place_of_its_own(self):
+    def test_crops_each_image_at_its_own_place(self):
         torch.manual_seed(0)
         # Every pixel says where it was; padding is zero.
         image = torch.arange(1, 1 + 32 * 32, dtype=torch.int32).view(1, 32, 32)
@@ -346,7 +346,7 @@ class TestUnpack:
         assert fetched == [((dataset.url, folder.parent / dataset.filename), {"md5": dataset.tgz_md5})]
         assert {path.name for path in folder.parent.iterdir()} == {folder.name, archive.name}
 
-    def test_half_a_folder_is_never_taken_for_a_whole_one(self, dataset, folder, archive, monkeypatch):
+    def test_an_incomplete_folder_is_never_used(self, dataset, folder, archive, monkeypatch):
         def fill_the_disk(self, path, **kwargs):
             (Path(path) / dataset.base_folder).mkdir()
             (Path(path) / dataset.base_folder / "half").touch()
@@ -360,7 +360,7 @@ class TestUnpack:
 
     @pytest.mark.parametrize(("change", "state"), [(Path.unlink, "is missing"), (Path.touch, "is broken")])
     @pytest.mark.parametrize("which", ["train_list", "test_list", "meta"])
-    def test_file_at_fault_is_named(self, dataset, folder, which, change, state):
+    def test_an_error_names_the_faulty_file(self, dataset, folder, which, change, state):
         entry = getattr(dataset, which)
         path = folder / (entry["filename"] if which == "meta" else entry[-1][0])
         path.write_bytes(path.read_bytes()[:-10])

@@ -76,7 +76,7 @@ def local_trainer(**options: Any) -> Any:
 
 @pytest.mark.parametrize("every_n_steps", [1, 3])
 @on_workers(2, process_group=False)
-def test_steps_that_bypass_lightning_are_followed_by_the_same_exchanges(every_n_steps: int) -> None:
+def test_steps_that_bypass_lightning_cause_the_same_exchanges(every_n_steps: int) -> None:
     for how in ("Lightning's", "torch's", "in backward"):
         model, trainer = Manual(how), local_trainer(every_n_steps=every_n_steps)
         trainer.fit(model, data())
@@ -86,15 +86,15 @@ def test_steps_that_bypass_lightning_are_followed_by_the_same_exchanges(every_n_
         assert_equal(dict(model.named_parameters()), expected, how)
 
 
-@pytest.mark.parametrize(("batches", "said"), [(12, "in 12 batches"), (230, "in 200 batches")])
+@pytest.mark.parametrize(("batches", "period"), [(12, "in 12 batches"), (230, "in 200 batches")])
 @on_workers(2, process_group=False)
-def test_a_fit_without_any_exchange_is_warned_of_once(batches: int, said: str) -> None:
-    told: list[str] = []
-    with warnings_of(told, "no torch.optim.Optimizer"):
+def test_a_fit_without_any_exchange_causes_a_single_warning(batches: int, period: str) -> None:
+    messages: list[str] = []
+    with warnings_of(messages, "no torch.optim.Optimizer"):
         local_trainer().fit(Manual("by hand"), data(8 * batches))
     if dist.get_rank() == 0:
-        [message] = told
-        assert said in message
+        [message] = messages
+        assert period in message
         assert "strategy.state.step() after each update" in message
 
 
@@ -139,16 +139,16 @@ def _trains_all(make_optimizer: Any, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("make_optimizer", "names"), [(WithoutRate, ["ddp", "accordion", "local"]), (compiled_step, ["ddp", "local"])]
 )
-def test_every_strategy_trains_with(make_optimizer: Any, names: list[str]) -> None:
+def test_every_strategy_trains_with_an_unusual_optimizer(make_optimizer: Any, names: list[str]) -> None:
     run_workers(_trains_all, 2, make_optimizer, names, process_group=False)
     run_workers(_trains_all, 1, make_optimizer, ["simulated"], process_group=False)
 
 
 @on_workers(2, process_group=False)
-def test_error_feedback_by_learning_rate_needs_one() -> None:
-    said = re.escape("WithoutRate has a parameter group without a learning rate (lr=None). error_feedback=")
+def test_error_feedback_by_learning_rate_needs_a_learning_rate() -> None:
+    message = re.escape("WithoutRate has a parameter group without a learning rate (lr=None). error_feedback=")
     strategy = DDPHardThresholdStrategy(threshold=0.02, error_feedback="learning_rate")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         quiet_trainer(strategy).fit(Classifier(WithoutRate), data())
 
 
@@ -169,38 +169,38 @@ CALLBACKS: dict[str, dict[str, Any]] = {
     ],
 )
 @on_workers(2, process_group=False)
-def test_callbacks_that_keep_a_state_of_own_weights_are_warned_of(name: str) -> None:
-    told: list[str] = []
-    with warnings_of(told, "lightning_sparse"):
+def test_callbacks_with_a_state_of_own_weights_cause_a_warning(name: str) -> None:
+    messages: list[str] = []
+    with warnings_of(messages, "lightning_sparse"):
         callback = getattr(callbacks, name)(**CALLBACKS[name])
         local_trainer(max_epochs=3, callbacks=[callback]).fit(Classifier(), data(16))
     if dist.get_rank() == 0:
-        warned = [f"the state of {name} depends on each worker's own weights" in message for message in told]
+        warned = [f"the state of {name} depends on each worker's own weights" in text for text in messages]
         assert warned == ([] if name == "Timer" else [True])
 
 
 @on_workers(2, process_group=False)
-def test_residuals_that_a_run_without_error_feedback_drops_are_named_with_their_norm(tmp_path: Path) -> None:
+def test_a_run_without_error_feedback_names_the_norm_of_dropped_residuals(tmp_path: Path) -> None:
     first = quiet_trainer(DDPHardThresholdStrategy(threshold=0.5), max_steps=4)
     first.fit(Classifier(), data())
     path = tmp_path / "4.ckpt"
     first.save_checkpoint(path)
-    told, found = list[str](), list[dict[str, Tensor]]()
+    messages, found = list[str](), list[dict[str, Tensor]]()
     look = callbacks.LambdaCallback(
         on_train_start=lambda trainer, _: found.append(trainer.strategy.state.residuals.state_dict())
     )
     strategy = DDPHardThresholdStrategy(threshold=0.5, error_feedback="none")
-    with warnings_of(told, "are lost"):
+    with warnings_of(messages, "are lost"):
         quiet_trainer(strategy, max_steps=6, callbacks=[look]).fit(Classifier(), data(), ckpt_path=path)
     [residuals] = found
     assert not any(residual.any() for residual in residuals.values())
     norm = torch.load(path, weights_only=True)["lightning_sparse"]["unsent_norm"]
     if dist.get_rank() == 0:
-        [message] = told
+        [message] = messages
         assert f"the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none" in message
 
 
-class Replaces(Classifier):
+class ReplacingClassifier(Classifier):
     """Replaces its last layer in the fifth step, and tells the optimizer."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -215,7 +215,7 @@ class Replaces(Classifier):
 
 @on_workers(2, process_group=False)
 def test_a_layer_replaced_during_a_fit_is_exchanged() -> None:
-    model, trainer = Replaces(), local_trainer(max_steps=12, max_epochs=None)
+    model, trainer = ReplacingClassifier(), local_trainer(max_steps=12, max_epochs=None)
     trainer.fit(model, data(128))
     assert_equal(*of_all_workers(clones(trainer.strategy.averager.anchor().items())))
     weights, others = of_all_workers(model.own)

@@ -345,7 +345,7 @@ OF_THREE = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_simulated_workers_come_to_what_processes_come_to(name: str) -> None:
+def test_simulated_workers_equal_processes(name: str) -> None:
     case, num_workers = CASES[name], 3 if name in OF_THREE else 2
     found, expected = simulated(case, num_workers), processes(case, num_workers)
     for key in ("weights", "optimizer", "residuals"):
@@ -373,7 +373,7 @@ UP_TO_ROUNDING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UP_TO_ROUNDING)
-def test_what_follows_from_a_norm_agrees_up_to_rounding(name: str) -> None:
+def test_results_of_a_norm_agree_up_to_rounding(name: str) -> None:
     """The norm is added up bucket by bucket, and simulated workers have one bucket."""
     found, expected = simulated(UP_TO_ROUNDING[name]), processes(UP_TO_ROUNDING[name])
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
@@ -389,7 +389,7 @@ def test_what_follows_from_a_norm_agrees_up_to_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize(("saves", "resumes"), [(simulated, simulated), (simulated, processes), (processes, simulated)])
-def test_a_checkpoint_of_one_continues_in_the_other(saves: Any, resumes: Any, tmp_path: Path) -> None:
+def test_checkpoints_move_between_simulation_and_processes(saves: Any, resumes: Any, tmp_path: Path) -> None:
     def stopped_and_resumed(saves: Any, resumes: Any) -> Any:
         path = str(tmp_path / f"{saves.__name__}.ckpt")
         case = {"module": Pictures, "optimizer": adam}
@@ -402,7 +402,7 @@ def test_a_checkpoint_of_one_continues_in_the_other(saves: Any, resumes: Any, tm
     assert_equal(resumed["residuals"], expected["residuals"])
 
 
-def test_loaders_go_on_where_those_of_processes_would(tmp_path: Path) -> None:
+def test_loaders_resume_as_in_processes(tmp_path: Path) -> None:
     path = str(tmp_path / "one.ckpt")
     simulated({"module": Placed, "trainer": {"max_steps": 4}, "saves": path})
     case = {"module": Placed, "trainer": {"max_steps": 7}}
@@ -412,7 +412,7 @@ def test_loaders_go_on_where_those_of_processes_would(tmp_path: Path) -> None:
         assert_equal(resumed["residuals"], other["residuals"])
 
 
-def test_a_sparsifier_has_seen_what_that_of_processes_has(tmp_path: Path) -> None:
+def test_a_sparsifier_observes_the_same_as_in_processes(tmp_path: Path) -> None:
     path, found = str(tmp_path / "one.ckpt"), []
     sparsifier = Accordion(0.02, 0.2, interval=1, relative_change=0.3)
     for run in (processes, simulated):
@@ -423,7 +423,7 @@ def test_a_sparsifier_has_seen_what_that_of_processes_has(tmp_path: Path) -> Non
     assert found[0] == found[1]
 
 
-def test_they_exchange_as_they_are_told() -> None:
+def test_simulated_workers_use_the_given_exchange() -> None:
     case = {"trainer": {"max_steps": 1}}
     [dense] = simulated(case | {"like": {"exchange": "dense"}})["steps"]
     [gathered] = simulated(case | {"like": {"exchange": "gather"}})["steps"]
@@ -442,18 +442,18 @@ class InPart(Classifier):
         self.ranks: list[tuple[int, int]] = []
         self.without_gradient: list[tuple[bool, bool]] = []
         self.sizes: list[list[int]] = []
-        self.said = 0
+        self.num_calls = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self._say()
+        self._count_call()
         assert self.trainer.is_global_zero == (self.trainer.global_rank == 0)
         self.ranks.append((self.trainer.global_rank, self.trainer.world_size))
         loss = super().training_step(batch, batch_idx)
         return loss + self.of_second.sum() if self.trainer.global_rank == 1 else loss
 
     @rank_zero_only
-    def _say(self) -> None:
-        self.said += 1
+    def _count_call(self) -> None:
+        self.num_calls += 1
 
     def on_after_backward(self) -> None:
         assert self.trainer.world_size in (1, 3)
@@ -466,7 +466,7 @@ class InPart(Classifier):
 
 
 @on_workers(1, process_group=False)
-def test_hooks_logs_and_monitors_see_all_workers_and_the_first_speaks_alone() -> None:
+def test_hooks_and_monitors_see_all_workers_and_only_rank_0_prints() -> None:
     module, monitor = InPart(), DensityMonitor(per_layer=True)
     strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.05), 3)
     trainer = quiet_trainer(strategy, max_steps=2, val_check_interval=1, num_sanity_val_steps=0, callbacks=[monitor])
@@ -480,10 +480,10 @@ def test_hooks_logs_and_monitors_see_all_workers_and_the_first_speaks_alone() ->
     assert module.without_gradient == [(True, False)] * 2
     assert module.ranks == [(2, 3), (1, 3), (0, 3)] * 2
     assert module.sizes == [[5, 5]] * 4  # validation has batches of its own and all of them
-    assert module.said == 2
+    assert module.num_calls == 2
 
 
-class Guessing(Sparsifier):
+class RandomSelector(Sparsifier):
     """Sends what chance picks, torch's own."""
 
     def select(self, compensated: Tensor, layout: Any) -> Selection:
@@ -492,9 +492,9 @@ class Guessing(Sparsifier):
 
 
 @on_workers(1, process_group=False)
-def test_a_sparsifier_that_draws_what_threads_have_in_common_is_warned_of() -> None:
+def test_a_sparsifier_with_global_random_numbers_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"the sparsifier draws torch's random numbers.* in begin_step") as caught:
-        quiet_trainer(SimulatedWorkersStrategy(Guessing(), 2)).fit(Classifier(), data())
+        quiet_trainer(SimulatedWorkersStrategy(RandomSelector(), 2)).fit(Classifier(), data())
     assert sum("random numbers" in str(warning.message) for warning in caught) == 1
 
 
@@ -575,7 +575,7 @@ class Unranked(Classifier):
         return DataLoader(data().dataset, sampler=DistributedSampler(data().dataset))
 
 
-class SaysNothing(Classifier):
+class SilentModel(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) if self.trainer.global_rank == 0 else None
 
@@ -604,7 +604,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("closures that are called several times per step", Perturbing, data, {}),
     ("steps that bypass Lightning", PastLightning, data, {}),
     ("steps that bypass Lightning", LaterPastLightning, data, {}),
-    ("a training_step that returns None", SaysNothing, data, {}),
+    ("a training_step that returns None", SilentModel, data, {}),
     ("'first.weight' has strides", Relaid, data, {}),
     ("'first.bias' has a gradient, but was frozen or absent", Unfrozen, data, {}),
     (r"'words' is Embedding\(sparse=True\)", Embedded, data, {}),
@@ -623,7 +623,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
 
 
 @on_workers(1, process_group=False)
-def test_what_would_be_something_else_is_refused_when_it_happens() -> None:
+def test_unsupported_operations_raise_when_they_happen() -> None:
     for message, make, source, options in REFUSED:
         own = options.pop("own_attributes", [])
         strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.1), 2, own_attributes=own)

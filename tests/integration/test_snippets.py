@@ -39,7 +39,7 @@ STEPS = 30
 
 
 @pytest.mark.parametrize("page", TRAINS, ids=lambda page: page.name)
-def test_snippets_run_and_what_they_make_trains(page: Path) -> None:
+def test_snippets_run_and_their_trainers_train(page: Path) -> None:
     run_workers(run_page, 2, str(page))
 
 
@@ -59,7 +59,7 @@ WRONG = {
 }
 
 
-def test_what_is_wrong_in_a_snippet_is_seen(tmp_path: Path) -> None:
+def test_wrong_snippets_are_detected(tmp_path: Path) -> None:
     for language, snippets in WRONG.items():
         for index, code in enumerate(snippets):
             (tmp_path / f"{language}{index}.md").write_text(f"```{language}\n{code}\n```\n")
@@ -70,7 +70,7 @@ def test_what_is_wrong_in_a_snippet_is_seen(tmp_path: Path) -> None:
                 assert re.search(expected, error, re.DOTALL), (code, error)
 
 
-def test_names_and_arguments_are_looked_at_where_nothing_is_run() -> None:
+def test_names_and_arguments_are_checked_without_a_run() -> None:
     look_at("DDPHardThresholdStrategy(density=0.1, timeout=t); lightning_sparse.TopK(0.1); print(unknown(1))")
     for code, error in (
         ("TopK(densty=0.1)", "densty"),

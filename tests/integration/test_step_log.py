@@ -1,4 +1,4 @@
-"""Rows of a logger: each exchange is in at most one row, so that sums over rows count nothing twice."""
+"""Rows of a logger: each exchange is in at most one row, so that sums over rows are correct."""
 
 import csv
 import io
@@ -159,15 +159,15 @@ def expected_rows(of_batches: Batches, log_every: int, waits: bool) -> dict[int,
 
 @pytest.mark.parametrize("log_every", [1, 4])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_exchange_is_in_one_row_at_most(name: str, log_every: int, tmp_path: Path) -> None:
+def test_each_exchange_is_in_at_most_one_row(name: str, log_every: int, tmp_path: Path) -> None:
     of_batches = run_workers(run, 2, name, log_every, str(tmp_path), process_group=False)[0]
     expected = expected_rows(of_batches, log_every, PROGRAMS[name].waits)
     rows = read_rows(tmp_path)
     assert expected
     names = next(iter(expected.values())).keys()
-    if PROGRAMS[name].waits:  # monitors show an exchange when it is over, and not with the step that it waits for
+    if PROGRAMS[name].waits:  # monitors show a late exchange when it completes
         names = ("sparse/density", "sparse/payload_bytes")
-    # Averages are in all rows from the first exchange on; what is of one exchange is in one row.
+    # All rows from the first exchange on have averages; only one row has the numbers of an exchange.
     for column in names:
         found = {int(row["step"]): float(row[column]) for row in rows if row[column]}
         is_average = column in ("sparse/average_density", "sparse/total_error")
@@ -190,14 +190,14 @@ LOGGED = ("density", "error_norm", "payload_bytes", "threshold", "exchange_wait_
     "where", ["subclass", pytest.param("lightning", marks=pytest.mark.representative), "class", "instance"]
 )
 @on_workers(2, process_group=False)
-def test_a_log_of_the_users_own_sees_every_number_and_lightning_works_each_out_once(where: str) -> None:
+def test_an_overridden_log_gets_every_number_and_lightning_computes_each_once(where: str) -> None:
     densities: list[float] = []
     seen: list[tuple[str, float]] = []
     watch = LambdaCallback(
         on_train_batch_end=lambda trainer, *_: densities.append(float(trainer.callback_metrics["sparse/density"]))
     )
     model = Subclass() if where == "subclass" else Classifier()
-    # Whose log is replaced, and how many arguments precede the metric's name.
+    # The object with the replaced log, and the number of arguments before the name of the metric.
     owners = {"lightning": (_ResultCollection, 2), "class": (LightningModule, 1), "subclass": (Subclass, 1)}
     owner, at = owners.get(where, (model, 0))
     log = owner.log
@@ -219,7 +219,7 @@ def test_a_log_of_the_users_own_sees_every_number_and_lightning_works_each_out_o
 
 
 class NamesakeByHand(ManualClassifier):
-    """Logs a metric with the name of ours in manual optimization."""
+    """Logs a metric with a name of the package in manual optimization."""
 
     def __init__(self, **how: bool) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class NamesakeByHand(ManualClassifier):
 
 
 class Namesake(Classifier):
-    """Logs an epoch's metric with the name of ours."""
+    """Logs a metric of an epoch with a name of the package."""
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.log("sparse/density", 100.0 + batch_idx, on_step=False, on_epoch=True)
@@ -244,7 +244,7 @@ def metrics_with_a_namesake(model: Classifier) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_a_metric_of_the_same_name_keeps_all_its_values_or_is_refused() -> None:
+def test_a_user_metric_of_the_same_name_keeps_its_values_or_raises() -> None:
     for metrics in run_workers(metrics_with_a_namesake, 2, Namesake(), process_group=False):
         assert metrics["sparse/density_epoch" if "sparse/density_epoch" in metrics else "sparse/density"] == 101.0
     for how in ({"on_step": True}, {"on_step": False, "on_epoch": True}):
@@ -252,7 +252,7 @@ def test_a_metric_of_the_same_name_keeps_all_its_values_or_is_refused() -> None:
             run_workers(metrics_with_a_namesake, 2, NamesakeByHand(**how), process_group=False)
 
 
-class StepsTwice(ManualClassifier):
+class DoubleStepper(ManualClassifier):
     """Steps in ``training_step`` except for the first batch, and again when the batch ends."""
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
@@ -275,8 +275,8 @@ def rows_with_an_exchange(folder: Path) -> list[dict[str, str]]:
     return [row for row in read_rows(folder) if row["sparse/payload_bytes"]]
 
 
-def test_a_row_holds_all_exchanges_of_its_batch_after_any_kind_of_step(tmp_path: Path) -> None:
-    given = (StepsTwice(), str(tmp_path), "32-true", 3)
+def test_a_row_has_all_exchanges_of_its_batch(tmp_path: Path) -> None:
+    given = (DoubleStepper(), str(tmp_path), "32-true", 3)
     steps = run_workers(exchanges_in_rows, 2, *given, process_group=False)[0]
     assert len(steps) == 5
     sent = [float(row["sparse/payload_bytes"]) for row in rows_with_an_exchange(tmp_path)]
@@ -284,7 +284,7 @@ def test_a_row_holds_all_exchanges_of_its_batch_after_any_kind_of_step(tmp_path:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_numbers_are_not_rounded_to_the_precision_of_the_training(precision: str, tmp_path: Path) -> None:
+def test_logged_numbers_have_full_precision(precision: str, tmp_path: Path) -> None:
     given = (ManualClassifier(), str(tmp_path), precision, 2)
     steps = run_workers(exchanges_in_rows, 2, *given, process_group=False)[0]
     for row, step in zip(rows_with_an_exchange(tmp_path), steps, strict=True):
@@ -295,7 +295,7 @@ def test_numbers_are_not_rounded_to_the_precision_of_the_training(precision: str
 
 @pytest.mark.parametrize("make_strategy", [gradients, partial(local, 1)])
 @on_workers(2, process_group=False)
-def test_the_progress_bar_shows_none_of_the_numbers(make_strategy: Callable[[], Any]) -> None:
+def test_the_progress_bar_shows_no_exchange_statistics(make_strategy: Callable[[], Any]) -> None:
     trainer = quiet_trainer(make_strategy(), num_workers=2, max_steps=3)
     trainer.fit(Classifier(), ResumableData(3))
     assert "sparse/density" in trainer.callback_metrics

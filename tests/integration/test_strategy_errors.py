@@ -132,7 +132,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "options", "message"), REFUSED)
-def test_an_option_that_cannot_be_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
+def test_an_invalid_option_raises(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:  # compared below, as plain text
         make(**options)
     assert message in str(raised.value)
@@ -163,12 +163,12 @@ MISSPELT = [
 
 
 @pytest.mark.parametrize(("make", "misspelt", "meant"), MISSPELT)
-def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(make: Any, misspelt: str, meant: str) -> None:
+def test_a_misspelt_argument_raises_with_a_suggestion(make: Any, misspelt: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"Unknown argument '{misspelt}': .* Did you mean '{meant}'"):
         make(**{misspelt: 2})
 
 
-def test_an_argument_like_no_other_is_refused_without_a_guess() -> None:
+def test_an_unknown_argument_raises_without_a_suggestion() -> None:
     with pytest.raises(TypeError, match=r"Unknown argument 'xyzzy': .* takes it\.$"):
         of_top_k(xyzzy=1)
 
@@ -182,13 +182,13 @@ def test_an_argument_like_no_other_is_refused_without_a_guess() -> None:
         (SimulatedWorkersStrategy, ""),
     ],
 )
-def test_what_is_no_sparsifier_is_refused(make: Any, by_threshold: str, sparsifier: Any) -> None:
+def test_other_types_than_sparsifiers_raise(make: Any, by_threshold: str, sparsifier: Any) -> None:
     with pytest.raises(TypeError, match=f"Expected a sparsifier such as .*{by_threshold}") as raised:
         make(sparsifier)
     assert f"got {sparsifier!r}" in str(raised.value)
 
 
-def test_arguments_of_a_saved_configuration_are_taken() -> None:
+def test_arguments_of_a_saved_configuration_are_accepted() -> None:
     strategy = DDP(ddp_comm_hook=None, ddp_comm_state=None, model_averaging_period=None)
     assert strategy.sparsifier.density == 0.001
     for make in (HSDP, LOCAL_HSDP):
@@ -204,7 +204,7 @@ def test_arguments_of_ddp_and_of_the_sparsifier_are_passed_on() -> None:
     assert (strategy.process_group_backend, strategy._start_method) == ("gloo", "spawn")
 
 
-def test_a_pattern_that_matches_no_layer_is_told_of_with_names_like_it() -> None:
+def test_a_pattern_without_a_match_warns_with_similar_names() -> None:
     names = ["conv.weight", "conv.bias", "fc.weight"]
     with pytest.warns(UserWarning, match=r"layer_thresholds\['cnv.bias'\] matches no parameter .* 'conv.bias'"):
         warn_of_patterns({"cnv.bias": 0.1, "*.weight": 0.0}, names)
@@ -213,7 +213,7 @@ def test_a_pattern_that_matches_no_layer_is_told_of_with_names_like_it() -> None
         warn_of_patterns({"conv.*": 0.1, "fc.weight": 0.0}, names)
 
 
-def test_of_other_settings_at_a_resume_only_what_differs_is_told() -> None:
+def test_a_resume_reports_only_changed_settings() -> None:
     sparsifiers = (
         HardThreshold(density=0.1),
         HardThreshold(threshold=0.5),
@@ -225,12 +225,12 @@ def test_of_other_settings_at_a_resume_only_what_differs_is_told() -> None:
     with messages_of(messages):
         for current, before in ((0, 1), (2, 0), (0, 3)):
             say_other_sparsifier(settings[current], settings[before])
-    told = [message.partition("checkpoint's: ")[2] for message in messages]
-    assert told[0].startswith(
+    differences = [message.partition("checkpoint's: ")[2] for message in messages]
+    assert differences[0].startswith(
         "density=0.1, threshold=None instead of density=None, threshold=0.5. The new settings apply;"
     )
-    assert told[1].startswith("sparsifier='TopK', ")
-    assert told[2].startswith("granularity='model' instead of granularity='layer'. ")
+    assert differences[1].startswith("sparsifier='TopK', ")
+    assert differences[2].startswith("granularity='model' instead of granularity='layer'. ")
 
 
 FAMILIES: dict[str, tuple[type, type]] = {
@@ -247,7 +247,7 @@ OF_LIGHTNING = [name for name, entry in StrategyRegistry.items() if entry["strat
 
 @pytest.mark.parametrize("name", OF_LIGHTNING)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_has_every_name_that_lightning_has_for_ddp(family: str, name: str) -> None:
+def test_a_family_registers_every_ddp_name_of_lightning(family: str, name: str) -> None:
     """What Lightning's own ``test_ddp_kwargs_from_registry`` asks of its names."""
     form = name.removeprefix("ddp")
     names = f"ddp_{family}{form}", name, f"local_{family}{form}"
@@ -276,7 +276,7 @@ def test_registering_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["DDP_HardThreshold", "DDP_HARDTHRESHOLD_FIND_UNUSED_PARAMETERS_TRUE"])
-def test_the_trainer_takes_the_name_in_any_case(name: str) -> None:
+def test_the_trainer_accepts_the_name_in_any_case(name: str) -> None:
     trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
     assert type(trainer.strategy) is DDP
     assert trainer.strategy._ddp_kwargs.get("find_unused_parameters", False) == name.endswith("TRUE")

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_thresholds_are_those_of_the_schedule(name: str) -> None:
+def test_a_schedule_sets_the_threshold_of_each_step(name: str) -> None:
     expected = [pytest.approx(0.2 * factor) for factor in CASES[name][2]]
     for seen in run_workers(_train, CASES[name][1].get("num_workers", 2), name, process_group=False):
         assert seen == expected
@@ -63,7 +63,7 @@ def _train(name: str) -> list[float]:
 
 
 @on_workers(2, process_group=False)
-def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
+def test_a_resumed_run_continues_the_schedule(tmp_path: Any) -> None:
     def train(max_steps: int, threshold: float = 0.2, **options: Any) -> tuple[Trainer, list[float]]:
         seen, strategy = [], DDPHardThresholdStrategy(threshold=threshold)
         callbacks = [collects(seen), ThresholdSchedule({0: 0.1, 5: 1.0})]
@@ -82,7 +82,7 @@ def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "message"),
     [
         (DDPHardThresholdStrategy(density=0.1), r"with density=0\.1, which already determines λ"),
         (SparseDDPStrategy(TopK(0.1)), "but TopK has none"),
@@ -91,13 +91,13 @@ def test_a_resumed_run_goes_on_with_it(tmp_path: Any) -> None:
     ids=["density", "top k", "ddp"],
 )
 @on_workers(1, process_group=False)
-def test_where_no_threshold_stands_still_it_is_refused(strategy: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_schedule_needs_a_constant_threshold(strategy: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         quiet_trainer(strategy, num_workers=1, callbacks=[ThresholdSchedule({5: 2.0})]).fit(Classifier(), data())
 
 
 @pytest.mark.parametrize(
-    ("factors", "error", "said"),
+    ("factors", "error", "message"),
     [
         ({0: -1.0}, ValueError, r"Invalid factor=-1\.0 of λ"),
         ({0: float("nan")}, ValueError, "Invalid factor=nan of λ"),
@@ -109,6 +109,6 @@ def test_where_no_threshold_stands_still_it_is_refused(strategy: Any, said: str)
         (0.5, TypeError, "Invalid factors=0.5"),
     ],
 )
-def test_an_invalid_schedule_is_refused(factors: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_an_invalid_schedule_raises(factors: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         ThresholdSchedule(factors)

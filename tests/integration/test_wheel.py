@@ -1,4 +1,4 @@
-"""The wheel and the sdist: contents, version, and a training from an environment of their own."""
+"""The wheel and the sdist: contents, version, and a training in a separate environment."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from release.distributions import (
     list_wheel,
 )
 
-pytestmark = pytest.mark.xdist_group("wheel")  # which is built once
+pytestmark = pytest.mark.xdist_group("wheel")  # built once per group
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return build(tmp_path_factory.mktemp("dist"), is_isolated=False)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+def test_the_wheel_contains_only_the_package(built: tuple[Path, Path]) -> None:
     names = list_wheel(built[0])
     assert find_wheel_faults(names) == []
     assert find_wheel_faults([*names, "tests/__init__.py"]) == ["tests does not belong in the wheel."]
@@ -37,7 +37,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
         assert find_wheel_faults(rest) == [f"lightning_sparse/{missing} is missing."]
 
 
-def test_the_sdist_holds_tests_docs_and_recipes(built: tuple[Path, Path]) -> None:
+def test_the_sdist_contains_tests_docs_and_recipes(built: tuple[Path, Path]) -> None:
     names = list_sdist(built[1])
     assert find_sdist_faults(names) == []
     for missing in IN_THE_SDIST:
@@ -52,14 +52,14 @@ def test_the_sdist_is_compared_with_the_repository() -> None:
     assert find_sdist_faults(names[:-1], tracked) == ["tests/unit/test_theory.py is missing."]
 
 
-def test_git_is_asked_for_the_repositorys_files() -> None:
+def test_git_lists_the_files_of_the_repository() -> None:
     tracked = list_tracked_files()
     if tracked is None:
         pytest.skip("This is no repository of git's, or there is no git.")
     assert {"pyproject.toml", "tests/integration/test_wheel.py"} <= {*tracked}
 
 
-def test_the_version_is_that_of_the_changelog() -> None:
+def test_the_version_matches_the_changelog() -> None:
     assert find_changelog_faults((PROJECT / "CHANGELOG.md").read_text(), __version__) == []
     [fault] = find_changelog_faults("# Changelog\n\n## [0.0.9] - 2026-01-01\n\n## [0.1.0]", "0.1.0")
     assert "0.0.9" in fault
@@ -69,8 +69,8 @@ def test_the_version_is_that_of_the_changelog() -> None:
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_it_trains_from_an_environment_of_its_own(kind: str, built: tuple[Path, Path], tmp_path: Path) -> None:
-    # The dependencies (gigabytes) are lent by the environment that runs the tests.
+def test_the_wheel_trains_in_a_separate_environment(kind: str, built: tuple[Path, Path], tmp_path: Path) -> None:
+    # The environment of the tests provides the dependencies (gigabytes).
     environment = Environment(tmp_path.resolve() / "environment", is_lent=True)
     environment.install(str(built[kind == "sdist"]), PROJECT / "requirements" / "constraints.txt")
     result = smoke.train(environment, tmp_path / "training")

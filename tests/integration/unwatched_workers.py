@@ -1,4 +1,4 @@
-"""Worker processes without an agent: nobody ends the others when one dies, and what each prints is kept."""
+"""Worker processes without an agent, which would end the others after a death; the output of each is kept."""
 
 import contextlib
 import multiprocessing
@@ -17,18 +17,18 @@ import torch
 from tests.workers import environment_of, reserved_port
 
 HANG = 90.0
-"""Seconds after which a process counts as one that hangs; far beyond what any of them needs."""
+"""Seconds after which a process counts as hanging, far more than any process needs."""
 
 
 class Workers:
-    """Worker processes without an agent, each with a file for what it prints."""
+    """Worker processes without an agent, each with an output file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: list[Any] = []
 
     def wait(self, ranks: Iterator[int] | list[int]) -> float:
-        """Returns the seconds until all of these have ended of themselves."""
+        """Returns the seconds until all of these processes ended on their own."""
         started = time.monotonic()
         for rank in ranks:
             self.processes[rank].join(max(0.0, started + HANG - time.monotonic()))
@@ -36,9 +36,9 @@ class Workers:
         return time.monotonic() - started
 
     def wait_for(self, rank: int, condition: Callable[[], bool], what: str) -> None:
-        """Waits until something is so that a worker is to bring about."""
+        """Waits for a condition that a worker causes."""
         deadline = time.monotonic() + HANG
-        was_alive = True  # when the condition was asked last
+        was_alive = True  # at the last check of the condition
         while not condition():
             assert was_alive, f"rank {rank} ended without {what}:\n{self.output(rank)}"
             assert time.monotonic() < deadline, f"no {what} within {HANG} s:\n{self.output(rank)}"
@@ -52,7 +52,7 @@ class Workers:
 
 @contextlib.contextmanager
 def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Workers]:
-    """Starts ``function(*args)`` in every worker, and leaves none behind."""
+    """Starts ``function(*args)`` in every worker; kills remaining workers at the end."""
     started = Workers(folder)
     context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
     with reserved_port() as port:
@@ -86,7 +86,7 @@ def _work(rank: int, num_workers: int, port: int, folder: str, function: Callabl
     output = os.open(f"{folder}/output of {rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # As in the foreground of a terminal: a shell that starts the tests in the background has SIGINT ignored.
+    # As in the foreground of a terminal: a shell makes background jobs ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ |= environment_of(rank, num_workers, port)
     torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def _work(rank: int, num_workers: int, port: int, folder: str, function: Callabl
 
 @contextlib.contextmanager
 def scripts(command: list[str], folder: Path, environment: Mapping[str, str]) -> Iterator[list[Any]]:
-    """Runs a command as each of two workers, with ``output of RANK`` in the folder; leaves none behind."""
+    """Runs a command as each of two workers, with ``output of RANK`` in the folder; kills remaining workers."""
     processes = []
     with reserved_port() as port:
         try:
@@ -112,9 +112,9 @@ def scripts(command: list[str], folder: Path, environment: Mapping[str, str]) ->
 
 
 def is_running(process_id: int) -> bool:
-    """Whether a process is neither gone nor dead, by its file in /proc."""
+    """Returns whether a process is alive, by its file in /proc."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # also while it is read
+    except (FileNotFoundError, ProcessLookupError):  # may disappear during the read
         return False
     return state not in "ZX"

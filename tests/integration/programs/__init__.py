@@ -1,1 +1,1 @@
-"""Training programs that plain DDP runs right, as rows of one table: see ``tests.integration.programs.running``."""
+"""A table of training programs that plain DDP supports: see ``tests.integration.programs.running``."""

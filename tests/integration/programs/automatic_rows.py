@@ -1,4 +1,4 @@
-"""Automatic optimization in which an optimizer or a module does as it likes with the closure; and tuning."""
+"""Automatic optimization with unusual uses of the closure, and tuning."""
 
 import tempfile
 from functools import partial
@@ -29,7 +29,7 @@ from tests.integration.programs.world import Row, Run
 
 
 class AscendingOptimizer(torch.optim.Optimizer):
-    """Sharpness-aware minimization: evaluates its closure twice a step, the first time only to ascend."""
+    """Sharpness-aware minimization: evaluates its closure twice per step, first to ascend."""
 
     def __init__(self, parameters: Any, radius: float = 0.05) -> None:
         super().__init__(list(parameters), {"lr": 0.1})
@@ -51,21 +51,21 @@ class AscendingOptimizer(torch.optim.Optimizer):
         return loss
 
 
-class CountsClosures(Student):
+class ClosureCounter(Student):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        witness_of(self).said.append(f"batch {batch_idx}")
+        witness_of(self).texts.append(f"batch {batch_idx}")
         return super().training_step(batch, batch_idx)
 
 
 def several_a_step(at_least: int, runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == 2 * BATCHES
-        assert len(run.said) >= at_least * 2 * BATCHES
+        assert len(run.texts) >= at_least * 2 * BATCHES
         assert run.moved("first.weight")
 
 
-class SkipsSteps(Student):
-    """Evaluates the closure in every batch, and steps in two of three.
+class StepSkipper(Student):
+    """Evaluates the closure in every batch, and steps in two of three batches.
 
     Args:
         then: what becomes of the gradients of a batch that is skipped: ``"dropped"``, ``"zeroed"``, or ``"kept"``, so
@@ -94,7 +94,7 @@ def skipped_a_third(runs: list[Run]) -> None:
         assert run.kind not in ("zero", "sparse", "oracle") or run.num_exchanges == 2 * BATCHES
 
 
-class ReturnsNothingManually(ManualStudent):
+class ManualWithoutOutput(ManualStudent):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         if batch_idx % 3 != 2:
             super().training_step(batch, batch_idx)
@@ -112,12 +112,12 @@ class WithLearningRate(Student):
 def fit_and_tell(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
     trainer = make_trainer()
     trainer.fit(model)
-    witness.said.append(f"learning rate {model.lr}")
+    witness.texts.append(f"learning rate {model.lr}")
     return trainer
 
 
 class Beginning(Callback):
-    """Notes, when training begins, what the sparse exchange remembers."""
+    """Records the state of the sparse exchange at the start of training."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = getattr(trainer.strategy, "state", None)
@@ -133,13 +133,13 @@ def with_finder() -> dict[str, Any]:
 
 
 BATCHES_AFTER_SEARCH = (2 if RequirementCache("lightning>=2.5.3") else 1) * BATCHES
-"""Before pull request 21056 the epoch in which a search stopped counted as one of the training's two."""
+"""Before pull request 21056, the epoch in which a search stopped counted as an epoch of training."""
 
 
 def began_anew(threshold: float | None, runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == BATCHES_AFTER_SEARCH
-        assert run.said != ["learning rate 0.05"]
+        assert run.texts != ["learning rate 0.05"]
         if run.kind in ("zero", "sparse"):
             expected = 0.0 if run.kind == "zero" or threshold is None else threshold
             assert run.notes == [{"last step": None, "kept": 0.0, "threshold": expected}]
@@ -148,7 +148,7 @@ def began_anew(threshold: float | None, runs: list[Run]) -> None:
 def calibrated_again(runs: list[Run]) -> None:
     began_anew(None, runs)
     for run in runs:
-        # Everything is sent while λ is calibrated.
+        # Calibration sends everything.
         assert run.densities[:4] == [1.0] * 4
         assert max(run.densities[4:]) < 0.9
 
@@ -165,31 +165,31 @@ class WithSparseEmbedding(Classifier):
 def refused_with_advice(runs: list[Run]) -> None:
     for run in runs:
         if run.kind == "ddp":
-            assert not run.said
+            assert not run.texts
             assert run.global_step == 2 * BATCHES
         else:
-            assert "'words' is Embedding(sparse=True)" in run.said[0]
-            assert "sparse=False" in run.said[0]
+            assert "'words' is Embedding(sparse=True)" in run.texts[0]
+            assert "sparse=False" in run.texts[0]
 
 
 _fit = {"drive": fit_without_validation}
 
 ROWS = {
     "optimizer that ascends first": Row(
-        trains(partial(CountsClosures, AscendingOptimizer), **_fit), partial(several_a_step, 2), rolls_back=True
+        trains(partial(ClosureCounter, AscendingOptimizer), **_fit), partial(several_a_step, 2), rolls_back=True
     ),
     "LBFGS": Row(
-        trains(partial(CountsClosures, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)), **_fit),
+        trains(partial(ClosureCounter, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)), **_fit),
         partial(several_a_step, 3),
         rolls_back=True,
     ),
     **{
         f"steps skipped, gradients {then}": Row(
-            trains(partial(SkipsSteps, then), **_fit), skipped_a_third, rolls_back=True
+            trains(partial(StepSkipper, then), **_fit), skipped_a_third, rolls_back=True
         )
         for then in ("dropped", "zeroed", "kept")
     },
-    "nothing done": Row(trains(ReturnsNothingManually, **_fit), partial(moved, 2 * (BATCHES - 2), ("first.weight",))),
+    "nothing done": Row(trains(ManualWithoutOutput, **_fit), partial(moved, 2 * (BATCHES - 2), ("first.weight",))),
     "learning rate found inside": Row(
         trains(WithLearningRate, with_finder, fit_and_tell), partial(began_anew, 0.05), 0.05
     ),

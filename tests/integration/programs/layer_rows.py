@@ -1,4 +1,4 @@
-"""What a model may be made of, and what may wrap it."""
+"""Kinds of layers and wrappers of models."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -48,7 +48,7 @@ def laid_out_differently(runs: list[Run]) -> None:
 
 
 class Transposed(nn.Module):
-    """One parameter lies in memory by columns, and one is a number."""
+    """Has a column-major parameter and a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Transposed(nn.Module):
 
 
 class Tied(nn.Module):
-    """One matrix takes part twice, and has two names."""
+    """Uses a matrix twice, under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def parts_sent_apart(runs: list[Run]) -> None:
 
 
 class Penalized(Classifier):
-    """The gradient of its outputs is part of what it returns, so that a backward goes through a backward."""
+    """Returns a function of the gradient of its outputs, so that backward differentiates a backward."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = inputs.requires_grad_()
@@ -127,7 +127,7 @@ def computed_twice(runs: list[Run]) -> None:
 
 
 class WithPrivateLayer(Classifier):
-    """A layer of another shape on each worker, which DDP is told to leave alone."""
+    """Has a layer with a different shape on each worker, which DDP ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Embedded(nn.Module):
 
 @cache
 def complex_is_missing() -> str | None:
-    """Gloo learnt to send complex numbers with torch's pull request 156633 (September 2025)."""
+    """Returns why complex numbers are missing: Gloo sends them since torch's pull request 156633 (September 2025)."""
     alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     try:
         alone.broadcast(torch.zeros(1, dtype=torch.cfloat), 0).wait()

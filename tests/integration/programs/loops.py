@@ -1,4 +1,4 @@
-"""Programs without a Trainer: a loop around what DistributedDataParallel wraps."""
+"""Programs without a Trainer: a loop around a DDP module."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +18,7 @@ Body = Callable[[World, nn.Module, torch.optim.Optimizer, Batch, int], None]
 
 
 def batches(num_batches: int = BATCHES) -> Iterator[Batch]:
-    """Of this worker alone."""
+    """Returns the batches of this worker."""
     generator = torch.Generator().manual_seed(31 + dist.get_rank())
     for _ in range(num_batches):
         yield [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]

@@ -1,4 +1,4 @@
-"""Manual optimization: who steps when and on what, and what is dropped before anybody does."""
+"""Manual optimization: steps at different times, on different gradients, and dropped gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ from tests.integration.programs.world import Row, Run
 
 
 class TwoOptimizers(ManualStudent):
-    """One backward for two optimizers, of which the second steps in every other batch."""
+    """Runs a backward for two optimizers; the second steps in every other batch."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         often, seldom = self.optimizers()
@@ -45,12 +45,12 @@ def stepped_once_a_batch(runs: list[Run]) -> None:
         assert run.kind == "ddp" or run.num_exchanges == 4 * BATCHES
 
 
-class LeavesOutWhatWaits(Net, ManualStudent):
-    """One worker leaves out a layer whose gradient waits for an optimizer that steps seldom."""
+class WaitingLayerSkipper(Net, ManualStudent):
+    """Skips a layer on one worker while its gradient waits for an optimizer that steps rarely."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         is_used = batch_idx % 2 == 0 or self.global_rank == 0
-        witness_of(self).said.append("used" if is_used else "left out")
+        witness_of(self).texts.append("used" if is_used else "left out")
         often, seldom = self.optimizers()
         self.manual_backward(loss_of(partial(self, is_used=is_used), batch))
         for optimizer in (often, seldom)[: 1 + batch_idx % 2]:
@@ -63,13 +63,13 @@ class LeavesOutWhatWaits(Net, ManualStudent):
 
 
 def left_out_by_one_worker(runs: list[Run]) -> None:
-    assert "left out" not in runs[0].said
-    assert runs[1].said.count("left out") == runs[1].said.count("used") == len(runs[1].said) // 2 > 0
+    assert "left out" not in runs[0].texts
+    assert runs[1].texts.count("left out") == runs[1].texts.count("used") == len(runs[1].texts) // 2 > 0
     assert all(run.moved("sometimes.weight") for run in runs)
 
 
-class KeepsGradientsAside(ManualStudent):
-    """Projects conflicting gradients of two tasks (PCGrad), each of which is taken from ``.grad``."""
+class GradientProjection(ManualStudent):
+    """Projects conflicting gradients of two tasks (PCGrad), which it reads from ``.grad``."""
 
     def __init__(self, commits: bool) -> None:
         super().__init__()
@@ -91,8 +91,8 @@ class KeepsGradientsAside(ManualStudent):
         optimizer.step()
 
 
-class DetachesGradients(ManualStudent):
-    """Adds up two tasks' gradients, and calls ``detach_`` on what the first leaves."""
+class GradientDetacher(ManualStudent):
+    """Adds the gradients of two tasks, and calls ``detach_`` on the first."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -110,8 +110,8 @@ def had_conflicts(runs: list[Run]) -> None:
         assert min(run.seen["conflicts"]) < 0
 
 
-class StepsAtTheEnd(ManualStudent):
-    """Accumulates three synchronized backwards, and steps on what is left over when an epoch ends."""
+class EpochEndStepper(ManualStudent):
+    """Accumulates three synchronized backwards, and steps on the remainder at the end of an epoch."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
@@ -119,7 +119,8 @@ class StepsAtTheEnd(ManualStudent):
             self._step()
 
     def on_train_epoch_end(self) -> None:
-        witness_of(self).said.append(f"left over: {any(parameter.grad is not None for parameter in self.parameters())}")
+        has_gradients = any(parameter.grad is not None for parameter in self.parameters())
+        witness_of(self).texts.append(f"left over: {has_gradients}")
         self._step()
 
     def _step(self) -> None:
@@ -129,13 +130,13 @@ class StepsAtTheEnd(ManualStudent):
 
 def stepped_on_what_was_left(runs: list[Run]) -> None:
     for run in runs:
-        assert run.said == ["left over: True"] * 2
-        assert run.global_step == 2 * 2  # Lightning does not count those at the end
+        assert run.texts == ["left over: True"] * 2
+        assert run.global_step == 2 * 2  # Lightning does not count the steps at the end
         assert len(run.stepped_on) == 2 * 3
 
 
 class WithTorchsOwnOptimizer(ManualStudent):
-    """Steps past Lightning, which then counts no steps."""
+    """Steps without Lightning, which then counts no steps."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -146,20 +147,20 @@ class WithTorchsOwnOptimizer(ManualStudent):
 
     def on_train_end(self) -> None:
         waiting = getattr(self.trainer.strategy, "step_log", ())
-        witness_of(self).said.append(f"waiting to be logged: {len(waiting)}")
+        witness_of(self).texts.append(f"waiting to be logged: {len(waiting)}")
 
 
 def logged_past_lightning(runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == 0
         assert len(run.stepped_on) == 2 * BATCHES
-        assert run.said == ["waiting to be logged: 0"]
+        assert run.texts == ["waiting to be logged: 0"]
         if run.kind in ("zero", "sparse"):
             assert run.metrics["sparse/density"] == pytest.approx(run.densities[-1])
 
 
-class SharesALayer(ManualStudent):
-    """Two optimizers have the first layer both, and step one after the other on one gradient."""
+class SharedLayer(ManualStudent):
+    """Gives the first layer to two optimizers, which both step on the same gradient."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         first, second = self.optimizers()
@@ -180,7 +181,7 @@ def stepped_with_each(runs: list[Run]) -> None:
 
 
 class FrozenAtFitStart(ManualStudent):
-    """DDP, which is there already, has been told of the layer."""
+    """Freezes a layer after DDP has registered it."""
 
     def on_fit_start(self) -> None:
         self.middle.requires_grad_(False)
@@ -238,7 +239,7 @@ def drops_zeros_in_place(module: Constant, optimizer: Any, index: int) -> None:
 
 
 class Convolution(LightningModule):
-    """Goes to ``channels_last`` when DDP has wrapped it."""
+    """Changes to ``channels_last`` after DDP has wrapped it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,8 +258,8 @@ class Convolution(LightningModule):
 def refused_with_strides(runs: list[Run]) -> None:
     for run in runs:
         if run.kind != "ddp":
-            assert "'layer.weight' has strides (8, 1, 4, 2), and had (8, 4, 2, 1)" in run.said[0]
-            assert "configure_model" in run.said[0]
+            assert "'layer.weight' has strides (8, 1, 4, 2), and had (8, 4, 2, 1)" in run.texts[0]
+            assert "configure_model" in run.texts[0]
 
 
 _unused = {"find_unused_parameters": True}
@@ -269,14 +270,14 @@ ROWS = {
         trains(TwoOptimizers), partial(moved, 2 * (BATCHES + BATCHES // 2), ("first.weight", "last.weight"))
     ),
     "left out while it waits": Row(
-        trains(LeavesOutWhatWaits, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
+        trains(WaitingLayerSkipper, **_plain, **_unused), left_out_by_one_worker, leaves_out=True
     ),
-    "gradients kept aside": Row(trains(partial(KeepsGradientsAside, False), **_plain), had_conflicts, rolls_back=True),
-    "gradients kept aside and committed": Row(trains(partial(KeepsGradientsAside, True), **_plain), had_conflicts),
-    "detached gradients": Row(trains(DetachesGradients, **_plain), stepped_once_a_batch),
-    "step at the end of an epoch": Row(trains(StepsAtTheEnd, **_plain), stepped_on_what_was_left),
+    "gradients kept aside": Row(trains(partial(GradientProjection, False), **_plain), had_conflicts, rolls_back=True),
+    "gradients kept aside and committed": Row(trains(partial(GradientProjection, True), **_plain), had_conflicts),
+    "detached gradients": Row(trains(GradientDetacher, **_plain), stepped_once_a_batch),
+    "step at the end of an epoch": Row(trains(EpochEndStepper, **_plain), stepped_on_what_was_left),
     "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
-    "layer of two optimizers": Row(trains(SharesALayer, **_plain), stepped_with_each),
+    "layer of two optimizers": Row(trains(SharedLayer, **_plain), stepped_with_each),
     **{
         name: Row(trains(partial(Constant, train), **_plain, **options), partial(moved, steps, ("a", "b")), 0.4)
         for name, train, steps, options in (

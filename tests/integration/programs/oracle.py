@@ -1,14 +1,14 @@
-"""What sparse training with error feedback should come to, in plain tensors: no DDP, nothing of the package.
+"""A reference of sparse training with error feedback in plain tensors, without DDP and the package.
 
-A module is left as it is. Every backward of a worker runs alone, and then masked dense tensors are gathered from all::
+Modules stay unchanged. Every worker runs its backward alone, and then gathers masked dense tensors from all::
 
-    backward   content = what lay in .grad + g      of every parameter that this worker used
-               p = e + content / S                  e of the backward before, if its gradient still waits for a step
+    backward   content = old .grad + g              of every parameter that this worker used
+               p = e + content / S                  e of the last backward, if its gradient still waits for a step
                out = p where abs(p) >= λ            .grad = S · (Σ of all workers' out, in rank order) / n
                e' = p − out                         open
-               .grad += (Σ of what lay in .grad of workers that did not use a parameter which others used) / n
+               .grad += (Σ of old .grad of workers that did not use a parameter which others used) / n
     step       commits e' of the optimizer's parameters
-    backward   rolls back what is pending where the gradient is gone
+    backward   rolls back pending residuals without a gradient
 """
 
 from collections.abc import Callable, Iterator
@@ -22,23 +22,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Select = Callable[[Tensor], Tensor]
-"""Which elements of the flat p of all parameters in use are sent."""
+"""Returns the mask of sent elements of the flat p of all used parameters."""
 
 
 def at_least(threshold: float) -> Select:
-    # In float64, where λ is exact; what is no number is sent.
+    # In float64, where λ is exact; NaN is sent.
     return lambda compensated: (compensated.double().abs() < threshold).logical_not()
 
 
 class Oracle:
-    """This worker's error feedback for one module.
+    """The error feedback of this worker for a module.
 
     Attributes:
         committed: e by parameter name, as real numbers.
-        sent: how many coordinates this worker has sent so far.
-        held: how many it has held back, as often as it has.
-        offered: of how many.
-        num_rolled_back: how often a parameter's backward was rolled back.
+        sent: number of coordinates that this worker has sent so far.
+        held: number of coordinates that it kept, counted in each exchange.
+        offered: number of all coordinates, counted in each exchange.
+        num_rolled_back: number of backwards of parameters that were rolled back.
     """
 
     def __init__(self, module: nn.Module, select: Select, scale: Callable[[], float] = lambda: 1.0) -> None:
@@ -84,11 +84,11 @@ class Oracle:
             mine.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]
         } & self._pending.keys()
         if any(not self._is_finite(name) for name in names) and self._scale() != 1.0:
-            return  # a fused optimizer skips such a step by itself
+            return  # a fused optimizer skips a step that overflows by itself
         self.commit({name for name in names if not self._is_gone(name)})
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """Told when an optimizer has set gradients to zero in their places, which cannot be seen in those that were."""
+        """Receives the in-place zeroing of gradients, which zero gradients do not reveal."""
         self._zeroed |= {
             name
             for name, parameter in self.parameters.items()
@@ -112,10 +112,10 @@ class Oracle:
         finally:
             self._synchronizes = True
 
-    # What it does.
+    # Steps of the algorithm.
 
     def exchange(self, used: set[str], *, is_active: bool = True) -> bool:
-        """Returns whether any worker is still active; an idle one only answers to the others (``Join``)."""
+        """Returns whether any worker is still active; an idle worker only answers the others (``Join``)."""
         flags = torch.tensor([float(is_active)] + [float(name in used) for name in self.parameters])
         dist.all_reduce(flags)
         if not flags[0]:
@@ -130,7 +130,7 @@ class Oracle:
         added = torch.cat([real(self._gradient(name, old[name])).flatten() for name in shared])
         dist.all_reduce(added)
         flat = torch.cat([tensor.flatten() for tensor in compensated.values()])
-        is_sent = self._select(flat) & is_active  # who is idle keeps what it has
+        is_sent = self._select(flat) & is_active  # an idle worker keeps its residual
         out = torch.where(is_sent, flat, 0)
         outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
         dist.all_gather(outs, out)
@@ -157,7 +157,7 @@ class Oracle:
         return True
 
     def answer_others(self) -> None:
-        """Takes part, with nothing of its own, while others have batches; then all have the last one's weights."""
+        """Joins exchanges without gradients while others have batches; then all take the weights of the last worker."""
         num_answers = 0
         while self.exchange(set(), is_active=False):
             num_answers += 1
@@ -197,16 +197,16 @@ def follow_steps(optimizer: Optimizer, oracle: Oracle) -> None:
 def follow_zeroing(optimizer: Any, oracle: Oracle) -> None:
     zero_grad = optimizer.zero_grad
 
-    def told(set_to_none: bool = True) -> None:
+    def zero_and_notify(set_to_none: bool = True) -> None:
         zero_grad(set_to_none)
         if not set_to_none:
             oracle.zero_grad(optimizer)
 
-    optimizer.zero_grad = told
+    optimizer.zero_grad = zero_and_notify
 
 
 class OracleStrategy(DDPStrategy):
-    """Trains every worker's own copy of the module as it is; the oracle exchanges."""
+    """Trains an unwrapped copy of the module on every worker; the oracle exchanges."""
 
     def __init__(self, make_oracle: Callable[..., Oracle]) -> None:
         self._followed: set[Optimizer] = set()
@@ -238,19 +238,19 @@ class OracleStrategy(DDPStrategy):
                 follow_steps(optimizer, self.oracle)
                 follow_zeroing(optimizer, self.oracle)
                 self._followed.add(optimizer)
-        for wrapped in self._lightning_optimizers:  # what a user gets, with methods of its own
+        for wrapped in self._lightning_optimizers:  # the optimizer of a user, with its own methods
             follow_zeroing(wrapped, self.oracle)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        with backward_of(self.oracle):  # what comes after is to see what was exchanged
+        with backward_of(self.oracle):  # later code must see the exchanged gradients
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     def block_backward_sync(self) -> Any:
         return self.oracle.no_sync()
 
-    # A search for a learning rate goes back to where it began.
+    # A search for a learning rate restores the initial state.
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._saved = {name: tensor.clone() for name, tensor in self.oracle.committed.items()}

@@ -1,4 +1,4 @@
-"""Loops of one's own around DistributedDataParallel: who steps when, what is dropped, and what is not synchronized."""
+"""Custom loops around DistributedDataParallel: rare steps, dropped gradients, unsynchronized backwards."""
 
 from collections.abc import Callable
 from functools import partial
@@ -57,7 +57,7 @@ def all_leave_out(world: World, module: nn.Module, optimizer: Any, batch: Batch,
 
 
 def leave_out_and_keep(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Gradients are seldom zeroed. One worker leaves a layer out, then the other, then both."""
+    """Rarely zeroes gradients. One worker skips a layer, then the other, then both."""
     if index % 5 == 0:
         optimizer.zero_grad(set_to_none=index == 0)
     world.backward(loss_of(module, batch, index % 4 == 0 or index % 4 == 1 + dist.get_rank()))
@@ -65,7 +65,7 @@ def leave_out_and_keep(world: World, module: nn.Module, optimizer: Any, batch: B
 
 
 def zeroes_on_one_worker(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """What one worker has dropped the other still has, and both leave it out in turn."""
+    """Drops a gradient on one worker only; both workers skip the layer in turn."""
     if index % 2 == dist.get_rank():
         optimizer.zero_grad()
     world.backward(loss_of(module, batch, index % 3 == 0 or index % 3 == 1 + dist.get_rank()))
@@ -73,7 +73,7 @@ def zeroes_on_one_worker(world: World, module: nn.Module, optimizer: Any, batch:
 
 
 def measure_what_is_left_out(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """A gradient that is asked for by itself is no backward, and an old one that lies there is not to come again."""
+    """Calls torch.autograd.grad, which is no backward, while an old gradient is present."""
     is_used = index % 2 == 0
     if is_used:
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def measure_what_is_left_out(world: World, module: nn.Module, optimizer: Any, ba
 
 
 def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """A gradient that is asked for by itself comes while another, which will be dropped, still lies there."""
+    """Calls torch.autograd.grad while a gradient is present that is dropped later."""
     loss = loss_of(module, batch)
     parts = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
     world.run.seen["norms"].append(torch.stack([part.norm() for part in parts]).norm())
@@ -97,7 +97,7 @@ def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batc
 
 
 def accumulates_between(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Synchronized, local, synchronized, and one step on all three."""
+    """Steps after a synchronized, a local and a synchronized backward."""
     world.backward(loss_of(module, batch))
     with world.no_sync(module):
         world.backward(loss_of(module, [-batch[0], batch[1]]))
@@ -107,7 +107,7 @@ def accumulates_between(world: World, module: nn.Module, optimizer: Any, batch: 
 
 
 def drops_before_it_accumulates(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """The first gradient is dropped, and the one that comes next is local."""
+    """Drops the first gradient; the next backward is local."""
     world.backward(loss_of(module, batch))
     optimizer.zero_grad(set_to_none=index % 2 == 0)
     with world.no_sync(module):
@@ -120,7 +120,7 @@ def drops_before_it_accumulates(world: World, module: nn.Module, optimizer: Any,
 def takes_back_bad_gradients(
     set_to_none: bool, world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int
 ) -> None:
-    """Steps all the same, on zeros or on nothing."""
+    """Steps nevertheless, on zeros or without gradients."""
     world.backward(loss_of(module, batch))
     if index % 3 == 1:
         optimizer.zero_grad(set_to_none)
@@ -134,7 +134,7 @@ def two_forwards(world: World, module: nn.Module, optimizer: Any, batch: Batch, 
     optimizer.step()
 
 
-class Breaks(torch.autograd.Function):
+class Breaker(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         return value.clone()
@@ -145,19 +145,19 @@ class Breaks(torch.autograd.Function):
 
 
 def goes_on_after_a_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """A backward fails before the first gradient is there, on all workers."""
+    """Fails in a backward before the first gradient, on all workers."""
     optimizer.zero_grad(set_to_none=index % 2 == 0)
     loss = loss_of(module, batch)
     try:
-        world.backward(Breaks.apply(loss) if index % 3 == 1 else loss)
+        world.backward(Breaker.apply(loss) if index % 3 == 1 else loss)
     except ZeroDivisionError:
-        world.run.said.append("failed")
+        world.run.texts.append("failed")
         return
     optimizer.step()
 
 
 def goes_on_after_a_local_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """A backward that is not synchronized fails in its middle, and what it has left behind is dropped."""
+    """Fails in the middle of a local backward, and drops its gradients."""
     world.backward(loss_of(module, batch))
     if index % 3 == 1:
         optimizer.zero_grad()
@@ -165,10 +165,10 @@ def goes_on_after_a_local_failure(world: World, module: nn.Module, optimizer: An
             with world.no_sync(module):
                 hidden = module(batch[0])
                 model = module if world.kind == "oracle" else module.module
-                hidden = Breaks.apply(model.first(batch[0]).tanh())
+                hidden = Breaker.apply(model.first(batch[0]).tanh())
                 world.backward(model.last(model.middle(hidden)).sum())
         except ZeroDivisionError:
-            world.run.said.append("failed")
+            world.run.texts.append("failed")
         optimizer.zero_grad()
         return
     optimizer.step()
@@ -178,11 +178,11 @@ def goes_on_after_a_local_failure(world: World, module: nn.Module, optimizer: An
 def failed_and_went_on(runs: list[Run]) -> None:
     stepped(BATCHES - 3, runs)
     for run in runs:
-        assert run.said == ["failed"] * 3
+        assert run.texts == ["failed"] * 3
 
 
 def updates_a_copy(world: World) -> None:
-    """The optimizer has copies of the weights, as in one kind of mixed precision."""
+    """Gives the optimizer copies of the weights, as a kind of mixed precision does."""
     model = Classifier()
     module = world.wrap(model)
     copies = [parameter.detach().clone() for parameter in model.parameters()]
@@ -201,7 +201,7 @@ def updates_a_copy(world: World) -> None:
 
 
 def two_modules(world: World) -> None:
-    """Two DDP modules, and one backward through both."""
+    """Runs a backward through two DDP modules."""
     models = {"one.": Classifier(), "other.": Classifier()}
     modules = [world.wrap(model, name) for name, model in models.items()]
     optimizers = [nesterov(modules[0].parameters()), sgd(modules[1].parameters())]
@@ -236,7 +236,7 @@ def clamps(make_model: Callable[[], nn.Module] = Classifier) -> nn.Module:
 
 
 def without_the_last(parameters: Any) -> torch.optim.Optimizer:
-    """The last parameter has no optimizer: its gradient grows, and is sent, for ever."""
+    """Leaves the last parameter without an optimizer: its gradient grows and is always sent."""
     return nesterov(list(parameters)[:-1])
 
 
@@ -308,7 +308,7 @@ ROWS = {
     "plain accumulation after a drop": Row(
         loops(drops_before_it_accumulates), partial(exchanged, 2 * BATCHES, BATCHES), rolls_back=True
     ),
-    # With λ > 0 a gradient that is set to zero in place, and stepped on, counts as stepped on: docs/reliability.md.
+    # With λ > 0, a step on a gradient that was zeroed in place counts as a step: docs/reliability.md.
     "plain step on zeros": Row(loops(partial(takes_back_bad_gradients, False)), every_batch, threshold=None),
     "plain step on nothing": Row(loops(partial(takes_back_bad_gradients, True)), every_batch, rolls_back=True),
     "plain two forwards": Row(loops(two_forwards), every_batch),

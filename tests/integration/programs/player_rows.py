@@ -1,4 +1,4 @@
-"""Manual optimization of two networks that are trained against each other, each with an optimizer of its own."""
+"""Manual optimization of two adversarial networks, each with its own optimizer."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from tests.integration.programs.world import Row, Run
 
 
 class TugOfWar(LightningModule):
-    """Constant gradients: the generator's loss pulls the judge back by just as much as its own will pull it on."""
+    """Has constant gradients: the generator's loss moves the judge back as far as its own loss moves it forward."""
 
     def __init__(self, set_to_none: bool) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def pulled_all_the_way(runs: list[Run]) -> None:
 
 
 untoggled = partial(TwoPlayers, toggles=False, zeroes_first=True)
-"""Each optimizer drops what the other's loss has left behind on its parameters."""
+"""Each optimizer drops the gradients that the other loss left on its parameters."""
 
 
 PLAYERS = ("generator.0.weight", "judge.0.weight")
@@ -52,8 +52,8 @@ both_moved = partial(moved, 2 * 2 * BATCHES, PLAYERS)
 trained_by_turns = partial(moved, 2 * (BATCHES // 2 + BATCHES // 4), PLAYERS)
 
 
-class ClipsOneZeroesTheOther(TwoPlayers):
-    """Between two backwards one player's gradient is clipped, which waits for a step, and the other's is dropped."""
+class ClippedAndZeroedPlayers(TwoPlayers):
+    """Clips the waiting gradient of one player between two backwards, and drops that of the other."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         generator_optimizer, judge_optimizer = self.optimizers()
@@ -72,8 +72,8 @@ def clipped_one(runs: list[Run]) -> None:
         assert min(run.seen["norms"]) > 0.01
 
 
-class FreezesBetween(TwoPlayers):
-    """The judge is frozen when a batch begins in which it alone is trained, and what it had is dropped only then."""
+class FrozenJudge(TwoPlayers):
+    """Drops the gradient of the judge, and freezes it, only at the start of a batch for the judge."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         generator_optimizer, judge_optimizer = self.optimizers()
@@ -112,13 +112,13 @@ ROWS = {
         for none, words in ((True, "gradients dropped"), (False, "gradients zeroed"))
     },
     "one player clipped, the other zeroed": Row(
-        trains(ClipsOneZeroesTheOther, **_plain, **_unused), clipped_one, 0.01, rolls_back=True, leaves_out=True
+        trains(ClippedAndZeroedPlayers, **_plain, **_unused), clipped_one, 0.01, rolls_back=True, leaves_out=True
     ),
     "toggled optimizers, zeroed before": Row(
         trains(partial(TwoPlayers, zeroes_first=True), **_plain, **_unused), both_moved, 0.01, leaves_out=True
     ),
     "toggled optimizers": Row(trains(TwoPlayers, **_unused), both_moved, 0.01, leaves_out=True),
     "frozen between": Row(
-        trains(FreezesBetween, **_plain, **_unused), trained_by_turns, 0.01, rolls_back=True, leaves_out=True
+        trains(FrozenJudge, **_plain, **_unused), trained_by_turns, 0.01, rolls_back=True, leaves_out=True
     ),
 }

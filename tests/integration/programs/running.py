@@ -1,4 +1,4 @@
-"""The table, of which every situation is one row; runs rows in workers that are started once for many of them."""
+"""The table of programs; runs many rows in the same workers."""
 
 import gc
 import logging
@@ -42,15 +42,15 @@ assert len(ROWS) == sum(map(len, _PARTS)), "two rows have the same name"
 FIRST_OF_PARTS = {next(iter(part)) for part in _PARTS}
 
 Outcome = dict[Kind, Run] | str
-"""What one worker saw in each kind of world, or its traceback."""
+"""The run of a worker in each world, or its traceback."""
 
 NUM_WORKERS = 2
 PATIENCE = timedelta(seconds=40)
-"""Where one worker has failed and the other does not notice: then the row has failed, but not those after it."""
+"""Time limit if one worker fails and the other waits: the row fails, but not later rows."""
 
 
 def run_rows(names: Sequence[str], folder: str) -> list[dict[str, Outcome]]:
-    """Returns, for each of two workers, the outcome of every row; by name, as rows cannot be pickled."""
+    """Returns the outcome of every row for each of two workers; by name, because rows cannot be pickled."""
     return run_workers(_run_all, NUM_WORKERS, list(names), folder, process_group=False, timeout=170)
 
 
@@ -61,13 +61,13 @@ def _run_all(names: Sequence[str], folder: str) -> dict[str, Outcome]:
         logger.setLevel(logging.ERROR)
     outcomes = {name: _run(ROWS[name], f"{folder}/{index}") for index, name in enumerate(names)}
     for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)  # a worker that is as it was is there for other tests
+        logger.setLevel(level)  # other tests reuse a worker whose state is unchanged
     return outcomes
 
 
 def _run(row: Row, store: str) -> Outcome:
     rank = int(os.environ["RANK"])
-    # A group for each row: one that fails takes its own connections with it, so that the others hear of it.
+    # A group for each row: if a worker fails, its connections close, so that the others notice.
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_WORKERS, timeout=PATIENCE)
     try:
         outcome: Outcome = {kind: _run_in(row, kind) for kind in row.worlds}
@@ -79,7 +79,7 @@ def _run(row: Row, store: str) -> Outcome:
 
 
 def _run_in(row: Row, kind: Kind) -> Run:
-    os.environ["WORLD_SIZE"] = str(NUM_WORKERS)  # Lightning takes it away when a Trainer has done
+    os.environ["WORLD_SIZE"] = str(NUM_WORKERS)  # Lightning removes it after a Trainer finishes
     torch.manual_seed(5)
     world = row.world(kind)
     with warnings.catch_warnings(record=True) as caught:
@@ -91,11 +91,11 @@ def _run_in(row: Row, kind: Kind) -> Run:
 
 
 def compare(right: Run, other: Run) -> None:
-    """To the last bit: there are two workers, and a sum of two has one order."""
+    """Compares to the last bit, because a sum of two terms has a single order."""
     assert_equal(other.state, right.state, "weights and buffers")
     assert_equal(other.stepped_on, right.stepped_on, "gradients stepped on")
     assert_equal(dict(other.seen), dict(right.seen), "what was seen")
-    assert other.said == right.said
+    assert other.texts == right.texts
     assert (other.global_step, other.epochs) == (right.global_step, right.epochs)
     assert_equal(own_metrics(other.metrics), own_metrics(right.metrics), "metrics")
 

@@ -1,4 +1,4 @@
-"""Scaled losses: what an overflow skips, and for which optimizer."""
+"""Scaled losses: steps that an overflow skips, by optimizer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ SCALE = 2.0**10
 
 
 def overflowing(loss: Tensor, parameter: Tensor, index: int) -> Tensor:
-    """On one worker this parameter's gradient is infinite, and no other."""
+    """Returns a loss with an infinite gradient of this parameter on one worker."""
     return loss + parameter.sum() * float("inf") if index in OVERFLOWS and dist.get_rank() == 1 else loss
 
 
@@ -57,7 +57,7 @@ def note(world: World, what: str, layer: nn.Linear) -> None:
 
 
 def skipped(is_first_skipped: bool, runs: list[Run]) -> None:
-    """The layer that overflows stays where it was, the other one only if it has the same optimizer."""
+    """Checks that the overflowing layer stays unchanged, and the other layer only if it has the same optimizer."""
     for run in runs:
         stays = {
             name: list(map(torch.equal, run.seen[f"{name} before"], run.seen[f"{name} after"]))

@@ -1,4 +1,4 @@
-"""Programs for a Trainer: a LightningModule, options and what is done with them."""
+"""Programs for a Trainer: a LightningModule, options and a function that runs them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -15,16 +15,16 @@ from tests.integration.programs.oracle import OracleStrategy
 from tests.integration.programs.world import Run, World
 
 BATCHES = 8
-"""Of a worker in an epoch of ``data()``."""
+"""Number of batches of a worker in an epoch of ``data()``."""
 
 
 class Witness(Callback):
-    """Notes what a user's own callbacks could see of a training."""
+    """Records the state that callbacks of a user can see."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.seen = world.run.seen
-        self.said = world.run.said
+        self.texts = world.run.texts
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
@@ -62,7 +62,7 @@ class Witness(Callback):
         self.seen["predicted samples"].append(len(batch[0]))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.said.append(f"on_exception: {type(exception).__name__}: {exception}")
+        self.texts.append(f"on_exception: {type(exception).__name__}: {exception}")
 
 
 def witness_of(module: LightningModule) -> Witness:
@@ -70,7 +70,7 @@ def witness_of(module: LightningModule) -> Witness:
 
 
 def commit(strategy: Any) -> None:
-    """Makes what backwards did so far part of training, where there is anything to be told so."""
+    """Commits the backwards so far, if the strategy supports it."""
     if isinstance(strategy, SparseDDPStrategy):
         strategy.state.commit()
     elif isinstance(strategy, OracleStrategy):
@@ -82,7 +82,7 @@ def flat(module: nn.Module) -> Tensor:
 
 
 def gradient(module: nn.Module) -> Tensor:
-    """The whole gradient, with zeros where there is none."""
+    """Returns the flat gradient, with zeros for missing gradients."""
     parts = [
         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
         for parameter in module.parameters()
@@ -91,7 +91,7 @@ def gradient(module: nn.Module) -> Tensor:
 
 
 class Student(Classifier):
-    """Trained with an optimizer that has a memory, so that a wrong gradient has consequences."""
+    """Uses an optimizer with momentum, so that the effect of a wrong gradient lasts."""
 
     default_optimizer = staticmethod(nesterov)
 
@@ -118,7 +118,7 @@ Drive = Callable[[MakeTrainer, Any, Witness], Trainer]
 
 
 def fitting(*make_loaders: Callable[[], Any], may_fail: bool = False) -> Drive:
-    """Returns a drive that fits on these loaders; an exception that it may meet is noted by ``on_exception``."""
+    """Returns a function that fits on these loaders; ``on_exception`` records an exception."""
 
     def drive(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
         trainer = make_trainer()
@@ -144,7 +144,7 @@ def trains(
 
     Args:
         make_model: what is trained.
-        options: of the Trainer; called for every one, so that it has callbacks of its own.
+        options: returns options of the Trainer; called for each Trainer, so that callbacks are not shared.
         drive: what is done with Trainers and model; returns the last Trainer.
         **ddp_options: of the strategy.
     """

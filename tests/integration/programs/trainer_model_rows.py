@@ -1,4 +1,4 @@
-"""What a LightningModule may do to itself under a Trainer: norms, frozen layers, hooks, failures."""
+"""LightningModules that change under a Trainer: norms, frozen layers, hooks, failures."""
 
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from tests.integration.programs.world import Row, Run
 
 
 class SumOverWorkers(torch.autograd.Function):
-    """Sums over all workers, and so does its backward, as synchronized batch normalization needs."""
+    """Sums over all workers in forward and backward, as synchronized batch normalization needs."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class SumOverWorkers(torch.autograd.Function):
 
 
 class SynchronizedNorm(nn.BatchNorm1d):
-    """Batch normalization over the batches of all workers, which torch itself has for GPUs only."""
+    """Batch normalization over the batches of all workers, which torch supports only on GPUs."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.training:
@@ -61,8 +61,8 @@ class SynchronizedNorm(nn.BatchNorm1d):
         return (inputs - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
 
 
-class SynchronizeNorms(LayerSync):
-    """What ``Trainer(sync_batchnorm=True)`` does, for CPUs."""
+class NormSynchronizer(LayerSync):
+    """Replaces ``Trainer(sync_batchnorm=True)`` on CPUs."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         return self._convert(model, nn.BatchNorm1d, SynchronizedNorm)
@@ -86,7 +86,7 @@ class Normalized(Student):
         return self.last(self.middle(self.norm(self.first(inputs)).tanh()).tanh())
 
     def on_train_start(self) -> None:
-        witness_of(self).said.append(type(self.norm).__name__)
+        witness_of(self).texts.append(type(self.norm).__name__)
 
 
 class PartlyFrozen(Student):
@@ -102,8 +102,8 @@ class WithBackbone(Classifier):
         return nesterov([parameter for parameter in self.parameters() if parameter.requires_grad])
 
 
-class FreezeForAnEpoch(BaseFinetuning):
-    """Freezes a layer only once DDP has wrapped the model, so that DDP exchanges it as soon as it is trained."""
+class EpochFreezer(BaseFinetuning):
+    """Freezes a layer after DDP has wrapped the model, so that DDP exchanges it once it is unfrozen."""
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         pass
@@ -113,7 +113,7 @@ class FreezeForAnEpoch(BaseFinetuning):
 
 
 class Hooked(Student):
-    """Notes what the module's own hooks see of the gradient."""
+    """Records the gradient in the hooks of the module."""
 
     def on_after_backward(self) -> None:
         witness_of(self).seen["after backward"].append(gradient(self))
@@ -123,7 +123,7 @@ class Hooked(Student):
 
 
 class Failing(Student):
-    """Fails in its fourth step; not if it has failed before."""
+    """Fails in its fourth step, but only once."""
 
     has_failed = False
 
@@ -138,7 +138,7 @@ class Failing(Student):
 
 
 class FailingBackward(Failing):
-    """Its fourth backward meets a NaN when the gradients of later layers are on their way already."""
+    """Meets a NaN in its fourth backward while the gradients of later layers are being exchanged."""
 
     is_broken = False
 
@@ -154,7 +154,7 @@ class FailingBackward(Failing):
 
 
 class FailingOnOne(Student):
-    """The loss of one worker is not a number once."""
+    """Has a NaN loss once on one worker."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -172,8 +172,8 @@ def fit_after_an_exception(make_trainer: MakeTrainer, model: LightningModule, wi
     try:
         fit(make_trainer, model, witness)
     except RuntimeError as error:
-        witness.said.append(f"raised: {type(error).__name__}: {error}")
-    witness.said.append(f"there is a process group: {dist.is_initialized()}")
+        witness.texts.append(f"raised: {type(error).__name__}: {error}")
+    witness.texts.append(f"there is a process group: {dist.is_initialized()}")
     witness.seen["steps before the exception"].append(len(witness.seen["gradients"]))
     return fit(make_trainer, model, witness)
 
@@ -181,14 +181,14 @@ def fit_after_an_exception(make_trainer: MakeTrainer, model: LightningModule, wi
 def synchronized(runs: list[Run]) -> None:
     assert not torch.equal(runs[0].seen["inputs"][-1], runs[1].seen["inputs"][-1])
     for run in runs:
-        assert run.said == ["SynchronizedNorm"]
+        assert run.texts == ["SynchronizedNorm"]
         assert run.moved("norm.running_mean")
         assert torch.equal(run.state["norm.running_mean"], runs[0].state["norm.running_mean"])
         assert torch.equal(run.state["norm.running_var"], runs[0].state["norm.running_var"])
 
 
 def normalized_by_worker(runs: list[Run]) -> None:
-    assert [run.said for run in runs] == [["BatchNorm1d"]] * 2
+    assert [run.texts for run in runs] == [["BatchNorm1d"]] * 2
     assert not torch.equal(runs[0].state["norm.running_mean"], runs[1].state["norm.running_mean"])
 
 
@@ -212,7 +212,7 @@ def seen_by_hooks(runs: list[Run]) -> None:
     for run in runs:
         after_backward = run.seen["after backward"]
         assert len(after_backward) == 2 * BATCHES
-        # Every second backward is exchanged; the others leave what this worker alone has.
+        # Every second backward is exchanged; the others leave local gradients.
         assert_equal(after_backward[1::2], run.seen["before the step"], "gradients")
         assert_equal(after_backward[1::2], runs[0].seen["after backward"][1::2], "gradients")
     for mine, theirs in zip(*[run.seen["after backward"][::2] for run in runs], strict=True):
@@ -221,17 +221,17 @@ def seen_by_hooks(runs: list[Run]) -> None:
 
 def failed(message: str, runs: list[Run]) -> None:
     for run in runs:
-        assert run.said[0].startswith(f"on_exception: {message}")
-        assert run.said[1].startswith(f"raised: {message}")
-        assert len(run.said) == 3
+        assert run.texts[0].startswith(f"on_exception: {message}")
+        assert run.texts[1].startswith(f"raised: {message}")
+        assert len(run.texts) == 3
         assert run.seen["steps before the exception"] == [3]
-        # A training of its own.
+        # A separate training.
         assert len(run.comm_hooks) == 2
         assert len(run.seen["gradients"]) == 3 + 2 * BATCHES
         assert all(weight.isfinite().all() for weight in run.state.values())
 
 
-class LogsLoss(FailingOnOne):
+class LossLogger(FailingOnOne):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
@@ -243,7 +243,7 @@ def stops_early() -> dict[str, Any]:
 
 
 def not_a_number(steps: int, runs: list[Run]) -> None:
-    """From the sixth step on, in all weights of all workers, and in no residual."""
+    """Checks for NaN in all weights of all workers from the sixth step on, and in no residual."""
     for run in runs:
         is_bad = [False] * 5 + [True] * (steps - 5)
         assert [bool(gradient.isnan().any()) for gradient in run.seen["gradients"]] == is_bad
@@ -254,24 +254,24 @@ def not_a_number(steps: int, runs: list[Run]) -> None:
 
 
 ROWS = {
-    # A validation would begin with the first worker's statistics on both; so does every step of DDP, unlike the oracle.
+    # A validation starts with the statistics of rank 0 on both workers, as every step of DDP does, unlike the oracle.
     "batch norm": Row(trains(Normalized, drive=fit_without_validation), normalized_by_worker, None),
     "synchronized batch norm": Row(
-        trains(Normalized, lambda: {"plugins": [SynchronizeNorms()]}, fit_without_validation), synchronized
+        trains(Normalized, lambda: {"plugins": [NormSynchronizer()]}, fit_without_validation), synchronized
     ),
     "frozen layer": Row(trains(PartlyFrozen), left_frozen),
     "backbone finetuning": Row(
         trains(WithBackbone, lambda: {"max_epochs": 3, "callbacks": [BackboneFinetuning(1, lambda epoch: 1.5)]}),
         unfrozen,
-        warns_of=frozenset({"first.weight"}),  # which DDP does not exchange
+        warns_of=frozenset({"first.weight"}),  # DDP does not exchange it
     ),
     "finetuning of what DDP knows": Row(
-        trains(Student, lambda: {"max_epochs": 3, "callbacks": [FreezeForAnEpoch()]}, find_unused_parameters=True),
+        trains(Student, lambda: {"max_epochs": 3, "callbacks": [EpochFreezer()]}, find_unused_parameters=True),
         unfrozen,
         leaves_out=True,
     ),
     "two fits": Row(trains(drive=fit_twice), trained_again),
-    # Lightning's own DDPStrategy exchanges nothing in the second fit: it starts the exchange of a static graph once.
+    # Lightning's DDPStrategy exchanges nothing in the second fit: it starts the exchange of a static graph only once.
     "two fits, manual, static graph": Row(
         trains(ManualStudent, drive=fit_twice, static_graph=True), trained_again, kinds=("oracle", "sparse")
     ),
@@ -289,5 +289,5 @@ ROWS = {
         )
         for exchange in ("auto", "gather", "dense", "reduce_scatter")
     },
-    "not a number, seen by early stopping": Row(trains(LogsLoss, stops_early), partial(not_a_number, BATCHES)),
+    "not a number, seen by early stopping": Row(trains(LossLogger, stops_early), partial(not_a_number, BATCHES)),
 }

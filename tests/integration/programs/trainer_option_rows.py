@@ -1,4 +1,4 @@
-"""What a Trainer may be asked for: clipping, schedules, limits, accumulation, evaluation, when to stop."""
+"""Options of a Trainer: clipping, schedules, limits, accumulation, evaluation, stopping."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ from tests.integration.programs.world import Row, Run
 
 
 class OwnBatches(Student):
-    """Batches of another size on each worker."""
+    """Returns batches with a different size on each worker."""
 
     def train_dataloader(self) -> DataLoader:
         samples = (3, 5)[self.trainer.global_rank]
@@ -45,13 +45,13 @@ class Scheduled(Student):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), **self.config}}
 
 
-class StopsItself(Student):
+class SelfStopper(Student):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.trainer.should_stop = self.global_step == 10
         return super().training_step(batch, batch_idx)
 
 
-class LogsTraining(Student):
+class TrainingLogger(Student):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
@@ -239,8 +239,8 @@ ROWS = {
         trains(options=lambda: {"max_epochs": 3, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]}),
         partial(saw, {"steps before the epoch": [0, 8, 12]}, 14),
     ),
-    "should_stop": Row(trains(StopsItself, lambda: {"max_epochs": 5}), partial(saw, {}, 11)),
+    "should_stop": Row(trains(SelfStopper, lambda: {"max_epochs": 5}), partial(saw, {}, 11)),
     "fast_dev_run": Row(trains(options=lambda: {"fast_dev_run": 3}), partial(saw, {}, 3)),
-    "logging": Row(trains(LogsTraining), logged),
+    "logging": Row(trains(TrainingLogger), logged),
     "barebones": Row(trains(Student, lambda: {"barebones": True}, fit_without_validation), bare),
 }

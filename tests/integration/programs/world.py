@@ -1,7 +1,7 @@
-"""Where a program runs: under plain DDP, under the sparse exchange or under the oracle; and what is seen of it there.
+"""Runs a program under plain DDP, the sparse exchange or the oracle, and records the training.
 
-A program is a function of a ``World``: a training as a user would write it, but for the words in which the four
-kinds of world differ (wrapping a module, or a strategy; a backward; ``no_sync``).
+A program is a function of a ``World``: a training as a user would write it, except for calls in which the four kinds
+of world differ (wrapping a module, a strategy, a backward, ``no_sync``).
 """
 
 from collections import defaultdict
@@ -33,19 +33,19 @@ from tests.integration.programs.oracle import (
 
 Kind = Literal["ddp", "zero", "sparse", "oracle"]
 PAIRS: tuple[tuple[Kind, Kind], ...] = (("ddp", "zero"), ("oracle", "sparse"))
-"""Which two must agree; the first is the one that is right."""
+"""Pairs of worlds that must agree; the first is the reference."""
 
 
 @dataclass
 class Run:
-    """What one worker saw of a training.
+    """The record of a training on one worker.
 
     Attributes:
-        stepped_on: the gradients that optimizers saw, step by step.
-        seen: whatever the program noted; compared as well.
-        said: likewise, in words.
-        notes: what is not compared.
-        sent: how many coordinates, by this worker in the oracle, by all in the sparse kinds.
+        stepped_on: the gradients of each optimizer step.
+        seen: tensors that the program recorded, for comparison.
+        texts: texts that the program recorded, for comparison.
+        notes: records without comparison.
+        sent: number of sent coordinates, of this worker in the oracle, of all workers in the sparse kinds.
     """
 
     kind: Kind
@@ -60,7 +60,7 @@ class Run:
     epochs: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     seen: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    said: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     notes: list[Any] = field(default_factory=list)
     warnings: set[str] = field(default_factory=set)
     sent: int = 0
@@ -107,7 +107,7 @@ class World:
             return DDPStrategy(**ddp_options)
         return SparseDDPStrategy(self.sparsifier(), exchange=self.exchange, **ddp_options)
 
-    # For a loop of one's own.
+    # For a custom loop.
 
     def wrap(
         self,
@@ -117,7 +117,7 @@ class World:
         make_ddp: Callable[..., nn.Module] = DistributedDataParallel,
         **ddp_options: Any,
     ) -> nn.Module:
-        """Returns the module to call; several in one program have names."""
+        """Returns the module to call; several modules of a program need names."""
         self.follow_module(model, name)
         if self.kind == "oracle":
             self._make_oracle(name, model, scale=(lambda: 1.0) if grad_scaler is None else grad_scaler.get_scale)
@@ -135,7 +135,7 @@ class World:
             loss.backward()
 
     def backwards(self) -> Any:
-        """A context of one backward, for those who do not call ``loss.backward()`` themselves."""
+        """A context around a backward, for programs that do not call ``loss.backward()`` themselves."""
         return backward_of(*(oracle for _, oracle in self._oracles)) if self._oracles else nullcontext()
 
     @contextmanager
@@ -161,7 +161,7 @@ class World:
         oracle.answer_others()
 
     def watch(self, *optimizers: Optimizer) -> None:
-        """Notes the gradients that they step on, and tells the oracle of their steps."""
+        """Records the gradients of each step, and notifies the oracle of steps."""
         for optimizer in optimizers:
             for _, oracle in self._oracles:
                 follow_steps(optimizer, oracle)
@@ -174,7 +174,7 @@ class World:
         for _, state in self._states:
             state.commit()
 
-    # What is noted.
+    # Records.
 
     def follow_module(self, module: nn.Module, name: str = "") -> None:
         self._modules.append((name, module))
@@ -198,7 +198,7 @@ class World:
         optimizer.register_step_post_hook(note)
 
     def finish(self) -> Run:
-        """Notes how it ended."""
+        """Records the final state."""
         run = self.run
         for name, module in self._modules:
             run.state |= {name + key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
@@ -228,22 +228,22 @@ class World:
 
 @dataclass(frozen=True)
 class Row:
-    """One situation.
+    """A row of the table.
 
     Args:
         program: the training.
-        check: is given the runs of both workers in one kind of world, and fails unless the row's subject took effect.
-        threshold: λ of the sparse exchange and of its oracle: one that sends a good part and holds back a good part.
-            None where only λ = 0 is compared, for the reason that stands beside it.
-        rolls_back: whether the oracle rolls exchanges back, as the program drops their gradients.
-        make_sparsifier: instead of a hard threshold.
-        select: the same for the oracle.
-        exchange: the route of both sparse kinds. With two workers all come to the same bits.
-        leaves_out: whether some backward does not reach all parameters, so that not all is sent at λ = 0.
-        is_refused: whether the sparse exchange says no, so that there is nothing to compare with ddp.
-        warns_of: names that rank 0 warns of with a sparse exchange, and not with ddp.
-        kinds: in which worlds it runs.
-        missing: says why plain DDP of these versions cannot run it, if it cannot.
+        check: gets the runs of both workers in a world, and fails unless the subject of the row took effect.
+        threshold: λ of the sparse exchange and of its oracle, which sends some values and keeps others.
+            None compares only λ = 0; a comment beside it gives the reason.
+        rolls_back: whether the oracle rolls exchanges back because the program drops gradients.
+        make_sparsifier: replaces the hard threshold.
+        select: replaces the selection of the oracle.
+        exchange: the route of both sparse kinds. With two workers all routes give the same bits.
+        leaves_out: whether a backward skips some parameters, so that λ = 0 does not send everything.
+        is_refused: whether the sparse exchange raises, so that there is no comparison with ddp.
+        warns_of: names in warnings of rank 0 with a sparse exchange but not with ddp.
+        kinds: the worlds of the row.
+        missing: returns why plain DDP of these versions cannot run it, or None.
     """
 
     program: Callable[[World], None]
@@ -266,5 +266,5 @@ class Row:
 
     @property
     def worlds(self) -> tuple[Kind, ...]:
-        """DDP first, as Lightning gives some warnings once in a process."""
+        """DDP comes first, because Lightning gives some warnings once per process."""
         return tuple(kind for kind in self.kinds if self.threshold is not None or kind in ("ddp", "zero"))

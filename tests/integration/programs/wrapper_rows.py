@@ -1,4 +1,4 @@
-"""What wraps a model, and what chooses: compilers, Fabric, default dtypes, sparsifiers of one's own."""
+"""Wrappers of models and custom sparsifiers: compilers, Fabric, default dtypes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,16 +37,16 @@ def compiled_part(world: World) -> None:
     with fresh_compiler():
         model = PartlyCompiled()
         loops(usual, lambda: model, bucket_cap_mb=25)(world)  # with tiny buckets torch does not compile under DDP
-        world.run.said.append(f"graphs were compiled: {bool(model.graphs)}")
+        world.run.texts.append(f"graphs were compiled: {bool(model.graphs)}")
 
 
 def compiled_ddp(world: World) -> None:
-    """The whole DDP module is compiled, and the hook is given to what comes of it."""
+    """Compiles the whole DDP module, and registers the hook on the result."""
     graphs: list[int] = []
     with fresh_compiler():
-        # With tiny buckets torch's own DDP optimizer refuses to compile.
+        # With tiny buckets, torch's DDP optimizer refuses to compile.
         loops(usual, make_ddp=lambda model: compiled(DistributedDataParallel(model, bucket_cap_mb=25), graphs))(world)
-        world.run.said.append(f"graphs were compiled: {bool(graphs) or world.kind == 'oracle'}")
+        world.run.texts.append(f"graphs were compiled: {bool(graphs) or world.kind == 'oracle'}")
 
 
 def fabric_with_compiled_model(world: World) -> None:
@@ -64,7 +64,7 @@ def fabric_with_compiled_model(world: World) -> None:
             with world.backwards():
                 fabric.backward(loss_of(module, batch))
             stepping.step()
-    world.run.said.append(f"graphs were compiled: {bool(graphs)}")
+    world.run.texts.append(f"graphs were compiled: {bool(graphs)}")
 
 
 @contextmanager
@@ -76,11 +76,11 @@ def fresh_compiler() -> Iterator[None]:
 
 def compiled_and_trained(runs: list[Run]) -> None:
     every_batch(runs)
-    assert [run.said for run in runs] == [["graphs were compiled: True"]] * 2
+    assert [run.texts for run in runs] == [["graphs were compiled: True"]] * 2
 
 
 class AtTheThreshold(nn.Module):
-    """Its gradients are the same in every step, and one of them is λ."""
+    """Has the same gradients in every step, and one of them equals λ."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -110,13 +110,13 @@ def sent_at_the_threshold(is_sent_at_once: bool, runs: list[Run]) -> None:
     every_batch(runs)
     for run in runs:
         if run.kind in ("oracle", "sparse"):
-            # In float32 0.7 is a little less than 0.7.
+            # 0.7 in float32 is slightly less than 0.7.
             assert run.stepped_on[0][0].bool().tolist() == [is_sent_at_once] * 2 + [False, True, False]
 
 
 @dataclass
 class Share:
-    """A rule that a sparsifier may hold as an object."""
+    """A rule that a sparsifier stores as an object."""
 
     part: float
 
@@ -125,7 +125,7 @@ class Share:
 
 
 class LargestFirst(Sparsifier):
-    """Selects by size, and in that order; holds a tensor and an object."""
+    """Selects by size and in order of size; stores a tensor and an object."""
 
     def __init__(self, weights: Tensor | None = None, rule: Any = None) -> None:
         self.weights = torch.ones(2) if weights is None else weights
