@@ -236,6 +236,28 @@ def test_other_strategies_resume(saved: Any, is_folder: bool, num_ranks: int, re
                     torch.testing.assert_close(start["shared"]["anchor"], mean["weights"], rtol=0, atol=1e-15)
 
 
+@in_both_forms
+@on_ranks(4)
+def test_a_small_checkpoint_has_the_mean_weights_and_no_residuals(tmp_path: Path, is_folder: bool) -> None:
+    for name in WRITTEN:
+        path, messages = f"{tmp_path}/{name}.ckpt", list[str]()
+        before = train(name, 2, 1, path, None, is_folder, worker_state="small")
+        with warnings_of(messages):
+            start = train(name, 2, 2, None, f"{path}.end", is_folder)["at start"]
+        own = of_all_workers(before["own"])
+        if name == "gradients":
+            assert any("holds no residuals (worker_state='small')" in text for text in messages) == (
+                dist.get_rank() == 0
+            )
+            assert any(residual.any() for residual in own[0]["residual"].values())
+            assert not any(residual.any() for residual in start["own"]["residual"].values())
+            continue
+        mean = {key: (tensor + own[2]["weights"][key]) / 2 for key, tensor in own[0]["weights"].items()}
+        torch.testing.assert_close(start["own"]["weights"], mean, rtol=0, atol=1e-15)
+        assert_equal(start["momentum"], of_all_workers(before["momentum"])[0])
+        assert_equal(start["own"].get("unsent", {}), before["own"].get("unsent", {}))
+
+
 @pytest.mark.full
 @in_both_forms
 @on_ranks(4)

@@ -402,6 +402,18 @@ def test_checkpoints_move_between_simulation_and_processes(saves: Any, resumes: 
     assert_equal(resumed["residuals"], expected["residuals"])
 
 
+def test_a_small_checkpoint_holds_the_mean_residual(tmp_path: Path) -> None:
+    saved = {}
+    for kind in ("full", "small"):
+        path = str(tmp_path / f"{kind}.ckpt")
+        simulated({"like": {"worker_state": kind}, "trainer": {"max_steps": 4}, "saves": path})
+        saved[kind] = [held["residual"] for held in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
+    first, second = saved["full"]
+    assert any(residual.any() for residual in first.values())
+    assert_equal(saved["small"], [{name: (first[name] + second[name]) / 2 for name in first}])
+    assert len(simulated({"trainer": {"max_steps": 6}}, ckpt_path=path)["steps"]) == 2
+
+
 def test_loaders_resume_as_in_processes(tmp_path: Path) -> None:
     path = str(tmp_path / "one.ckpt")
     simulated({"module": Placed, "trainer": {"max_steps": 4}, "saves": path})
