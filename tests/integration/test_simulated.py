@@ -616,7 +616,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("closures that are called several times per step", Perturbing, data, {}),
     ("steps that bypass Lightning", PastLightning, data, {}),
     ("steps that bypass Lightning", LaterPastLightning, data, {}),
-    ("a training_step that returns None", SilentModel, data, {}),
+    ("training_step returned None. Must return a loss on every worker", SilentModel, data, {}),
     ("'first.weight' has strides", Relaid, data, {}),
     ("'first.bias' has a gradient, but was frozen or absent", Unfrozen, data, {}),
     (r"'words' is Embedding\(sparse=True\)", Embedded, data, {}),

@@ -227,7 +227,10 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
                 output = super().training_step(batch, *rest, **kwargs)
                 loss = output["loss"] if isinstance(output, Mapping) else output
                 if loss is None:
-                    refuse("a training_step that returns None, nor does DDP")
+                    raise ValueError(
+                        "training_step returned None. Must return a loss on every worker, as with DDP. To skip a "
+                        "batch, return a loss of zero, such as 0 * output.sum()."
+                    )
                 if rank != 0:  # Lightning calls backward for the returned output
                     self.backward(loss / self._module.trainer.accumulate_grad_batches, None)
         return output
