@@ -171,7 +171,7 @@ def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> d
     size = arguments.get("data_parallel_size", "auto")
     if size != "auto":
         raise ValueError(
-            f"Got data_parallel_size={size!r}, which follows from the number of replicas. Set replicas=… instead."
+            f"Got data_parallel_size={size!r}, which follows from replicas and tensor_parallel_size. Set these instead."
         )
     known = _MODEL_PARALLEL.keys() - {"tensor_parallel_size"}
     require_arguments(strategy, arguments, known, "Lightning's ModelParallelStrategy")

@@ -80,7 +80,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ("skip_all_reduce_unused_params", True, "The hook must receive every bucket"),
         )
     ),
-    *((make, {"data_parallel_size": 4}, "Got data_parallel_size=4. ") for make in (HSDP, LOCAL_HSDP)),
+    *(
+        (make, {"data_parallel_size": 4}, "Got data_parallel_size=4, which follows from replicas")
+        for make in (HSDP, LOCAL_HSDP)
+    ),
     *(
         (make, {"worker_state": "all"}, "Invalid worker_state='all'. Must be one of 'full', 'small'")
         for make in (DDP, of_top_k, LOCAL, HSDP, LOCAL_HSDP, simulated)
