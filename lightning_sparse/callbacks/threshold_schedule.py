@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_sparse.sparsifiers import HardThreshold
+from lightning_sparse.sparsifiers import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import is_number
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
@@ -41,7 +41,7 @@ class ThresholdSchedule(Callback):
         if not isinstance(factors, Mapping):
             raise TypeError(f"Invalid {factors=}. Must be {{step: factor}}, such as {{200: 0.0, 1000: 1.0}}.")
         if not factors or any(isinstance(step, bool) or not isinstance(step, int) or step < 0 for step in factors):
-            raise ValueError(f"Invalid {factors=}. Must be {{step: factor}}, with steps from 0 on.")
+            raise ValueError(f"Invalid {factors=}. Must be {{step: factor}}, with whole steps from 0 on.")
         for factor in factors.values():
             if not is_number(factor) or not isfinite(factor) or factor < 0:
                 raise ValueError(f"Invalid {factor=} of λ. Must be a finite number of at least 0; 0 sends everything.")
@@ -73,6 +73,6 @@ class ThresholdSchedule(Callback):
         strategy: Any = trainer.strategy
         threshold = self.factor(trainer.global_step) * strategy.sparsifier.threshold
         for averager in strategy.averagers:
-            # The gradients of a single worker pass through whole.
-            if averager.workers.num_workers > 1 and averager.sparsifier.current_threshold != threshold:
+            # A single real worker is not sparsified.
+            if not isinstance(averager.sparsifier, Dense) and averager.sparsifier.current_threshold != threshold:
                 averager.set_threshold(threshold)

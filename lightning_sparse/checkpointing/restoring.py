@@ -72,7 +72,7 @@ def restore(
         return {}
     is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _opened(saved, path, first.kind)
-    if not is_same:
+    if not is_same and (first.kind == "drifts" or saved["workers"] or saved["has_folder"]):
         _say_world_size(first, saved["world_size"])
     _say_changed_model(source, first)
     if first.forgets:

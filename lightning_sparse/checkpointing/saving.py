@@ -33,6 +33,7 @@ from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
 from lightning_sparse.exchange import Workers
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
 from lightning_sparse.gradients import SparseState
+from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.selection.numbers import squared_norm
 
 PATIENCE = 300.0
@@ -120,7 +121,7 @@ def kinds_of(averager: Averager, worker_state: WorkerState) -> tuple[str, ...]:
     """Return the kinds of a worker's tensors that a checkpoint contains."""
     if averager.kind == "drifts":
         return ("weights", "unsent") if worker_state == "full" else ("unsent",)
-    is_kept = worker_state == "full" or averager.replica.num_workers == 1  # parts of shards are not averaged
+    is_kept = worker_state == "full" or not isinstance(averager, ShardExchange)  # parts of shards are not averaged
     return ("residual",) if averager.has_own_state and is_kept else ()
 
 

@@ -119,7 +119,8 @@ class Averager(ABC):
         """Set λ from the next step on; ends a calibration. Pass the same value on all workers.
 
         Args:
-            threshold: λ ≥ 0, in the units of the averaged tensors.
+            threshold: λ ≥ 0, in the units of the averaged tensors. 0 sends everything until you set another λ. With a
+                density, another λ is adjusted.
 
         Raises:
             TypeError: the sparsifier is not a hard threshold.

@@ -71,7 +71,8 @@ class Advice:
         self._was_silent, self._silent_since = False, 0.0
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
-        if self._num_workers == 1 and num_exchanges is not None:
+        is_alone = self._num_workers == 1 and isinstance(self._sparsifier, Dense)  # not a simulated worker
+        if is_alone and num_exchanges is not None:
             text = f"a single worker exchanges nothing: its {self._averages} are not sparsified."
             self._report("alone", text, "troubleshooting")
         if not self._is_watching or self._sends_all:
@@ -189,7 +190,7 @@ class Advice:
         if self._sparsifier.granularity == "layer" and stats.layers:  # small layers send more
             sizes = [layer.num_elements for layer in stats.layers.values()]
             asked = sum(share_of_layer(asked, size) * size for size in sizes) / stats.num_elements
-        if 1 / FAR_OFF < seen / asked < FAR_OFF:
+        if 1 / FAR_OFF < seen / asked < FAR_OFF or self._sends_all:
             return
         seen, asked = 100 * seen, 100 * asked
         self._warn("density", f"density is {seen:.3g} % after calibration, not {asked:.3g} %. λ is being adjusted.")

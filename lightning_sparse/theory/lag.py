@@ -50,6 +50,8 @@ def residual_statistics(
         >>> round(plain.density, 4), round(ahead.density, 4)
         (0.0089, 0.0115)
     """
+    # Tensors of one element and numpy's numbers may have float32, in which differences below cancel.
+    threshold, noise, drift, overshoot = float(threshold), float(noise), float(drift), float(overshoot)
     for name, value, is_allowed, allowed in (
         ("threshold", threshold, 0 < threshold < inf, "finite and above 0"),
         ("noise", noise, 0 <= noise < inf, "finite and at least 0"),

@@ -239,11 +239,11 @@ def test_other_strategies_resume(saved: Any, is_folder: bool, num_ranks: int, re
 @in_both_forms
 @on_ranks(4)
 def test_a_small_checkpoint_has_the_mean_weights_and_no_residuals(tmp_path: Path, is_folder: bool) -> None:
-    for name in WRITTEN:
-        path, messages = f"{tmp_path}/{name}.ckpt", list[str]()
-        before = train(name, 2, 1, path, None, is_folder, worker_state="small")
+    for name, replicas in (*((name, 2) for name in WRITTEN), ("gradients", 4)):
+        path, messages = f"{tmp_path}/{name}_{replicas}.ckpt", list[str]()
+        before = train(name, replicas, 1, path, None, is_folder, worker_state="small")
         with warnings_of(messages):
-            start = train(name, 2, 2, None, f"{path}.end", is_folder)["at start"]
+            start = train(name, replicas, 2, None, f"{path}.end", is_folder)["at start"]
         own = of_all_workers(before["own"])
         if name == "gradients":
             assert any("holds no residuals (worker_state='small')" in text for text in messages) == (

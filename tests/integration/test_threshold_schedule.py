@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 
@@ -15,7 +16,7 @@ from lightning_sparse import (
     ThresholdSchedule,
     TopK,
 )
-from tests.integration.models import Classifier, TwoPlayers, data, quiet_trainer
+from tests.integration.models import Classifier, TwoPlayers, data, messages_of, quiet_trainer
 from tests.workers import on_workers, run_workers
 
 
@@ -43,6 +44,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
         {"strategy": SimulatedWorkersStrategy(HardThreshold(threshold=0.2), 3, device="cpu"), "num_workers": 1},
         [1, 1, 0.5, 0.5, 0.5, 0.5],
     ),
+    "a single simulated worker": (
+        HALVED,
+        {"strategy": SimulatedWorkersStrategy(HardThreshold(threshold=0.2), 1, device="cpu"), "num_workers": 1},
+        [1, 1, 0.5, 0.5, 0.5, 0.5],
+    ),
     "alone": (HALVED, {"num_workers": 1}, [0] * 6),
 }  # fmt: skip
 
@@ -64,9 +70,11 @@ def _train(name: str) -> list[float]:
 
 @on_workers(2, process_group=False)
 def test_a_resumed_run_continues_the_schedule(tmp_path: Any) -> None:
-    def train(max_steps: int, threshold: float = 0.2, **options: Any) -> tuple[Trainer, list[float]]:
+    def train(
+        max_steps: int, threshold: float = 0.2, is_scheduled: bool = True, **options: Any
+    ) -> tuple[Trainer, list[float]]:
         seen, strategy = [], DDPHardThresholdStrategy(threshold=threshold)
-        callbacks = [collects(seen), ThresholdSchedule({0: 0.1, 5: 1.0})]
+        callbacks = [collects(seen), *([ThresholdSchedule({0: 0.1, 5: 1.0})] if is_scheduled else [])]
         trainer = quiet_trainer(strategy, num_workers=2, max_steps=max_steps, callbacks=callbacks)
         trainer.fit(Classifier(), data(), **options)
         return trainer, seen
@@ -77,6 +85,12 @@ def test_a_resumed_run_continues_the_schedule(tmp_path: Any) -> None:
     trainer.save_checkpoint(path)
     _, second = train(6, ckpt_path=path)
     _, other = train(6, threshold=0.5, ckpt_path=path)
+    messages: list[str] = []
+    with messages_of(messages):
+        _, unscheduled = train(6, is_scheduled=False, ckpt_path=path)
+    assert unscheduled == [0.2] * 3
+    message = "λ is threshold=0.2 again. In the checkpoint it was 0.092, which"
+    assert any(message in text for text in messages) == (dist.get_rank() == 0)
     assert first + second == whole
     assert other == [pytest.approx(0.5 * threshold / 0.2) for threshold in whole[3:]]  # a strategy with another λ
 

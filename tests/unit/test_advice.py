@@ -124,6 +124,8 @@ SITUATIONS = {
     ),
     "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
     "nothing moves": Situation([step(10)] + [step(0)] * 200, averages="drifts"),
+    "a single simulated worker": Situation([], workers=1),
+    "everything after set_threshold(0)": Situation([step(1000)] * 300, sparsifier=_calibrated(0.01, 0.0)),
     "thrown away": Situation([CALIBRATION] * 20, optimizer=torch.optim.Adam, planned=None),
     "nothing for 199 exchanges": Situation(([step(0)] * 199 + [step(3000)]) * 2),
     "nothing of zero gradients": Situation([step(0, error=0.0)] * 200, [r"gradients are zero"]),
@@ -167,7 +169,7 @@ SITUATIONS = {
     "layers in so short a run": Situation([step(10, layers={"a": (5, 1.0), "b": (0, 2.0)})] * 300),
     "one worker": Situation(
         [CALIBRATION] * 20, ["a single worker exchanges nothing: its gradients are not sparsified"],
-        optimizer=torch.optim.Adam, planned=20, workers=1,
+        optimizer=torch.optim.Adam, planned=20, workers=1, sparsifier=Dense(),
     ),
     "a small LoRA": Situation(
         [], [r"the model trains 768 elements: .* under 1 ms .* See docs/performance.md"], trained=768, planned=60
@@ -227,7 +229,10 @@ class ScheduleFreeAdamWithAVeryLongName(torch.optim.Adam):
 
 
 EXTREMES = [
-    *(Situation([], averages=what, workers=1) for what in ("gradients", "drifts", "gradients of shards")),
+    *(
+        Situation([], averages=what, workers=1, sparsifier=Dense())
+        for what in ("gradients", "drifts", "gradients of shards")
+    ),
     *(Situation([], trained=size) for size in (1, 26_000)),
     *(Situation([], sparsifier=_calibrated(TINY, 1.0), planned=planned) for planned in (1.0, 1.23456e6, 1.23456e9)),
     *(

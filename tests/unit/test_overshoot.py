@@ -1,5 +1,6 @@
 """Laws and calibration of a hard threshold that sends p + κ λ sign(p), and its residuals against a simulated walk."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -151,3 +152,8 @@ def test_limits_for_a_small_drift_join_smoothly():
         residual_statistics(10.0 - 0.5826, noise=1.0, drift=drift, overshoot=0.5) for drift in (0.9999e-4, 1.0001e-4)
     )
     assert exact == pytest.approx(limit, rel=1e-3)
+
+
+def test_numbers_of_low_precision_do_not_cancel():
+    found = residual_statistics(torch.tensor(30.0), noise=torch.tensor(3.0), drift=np.float32(1e-3), overshoot=0.5)
+    assert found == residual_statistics(30.0, noise=3.0, drift=float(np.float32(1e-3)), overshoot=0.5)
