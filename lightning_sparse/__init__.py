@@ -4,7 +4,7 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 """
 
 from lightning_sparse._version import __version__ as __version__
-from lightning_sparse.callbacks import AverageDensity, DensityMonitor, ErrorMonitor, ThresholdSchedule, TotalError
+from lightning_sparse.callbacks import AverageDensity, DensityMonitor, ErrorMonitor, TotalError
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine import StepStats
@@ -71,7 +71,6 @@ __all__ = [
     "Sparsifier",
     "StepStats",
     "StochasticRounding",
-    "ThresholdSchedule",
     "TopK",
     "TotalError",
     "WholeStep",

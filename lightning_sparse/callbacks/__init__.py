@@ -3,6 +3,5 @@
 from lightning_sparse.callbacks.density_monitor import DensityMonitor
 from lightning_sparse.callbacks.error_monitor import ErrorMonitor
 from lightning_sparse.callbacks.metrics import AverageDensity, TotalError
-from lightning_sparse.callbacks.threshold_schedule import ThresholdSchedule
 
-__all__ = ["AverageDensity", "DensityMonitor", "ErrorMonitor", "ThresholdSchedule", "TotalError"]
+__all__ = ["AverageDensity", "DensityMonitor", "ErrorMonitor", "TotalError"]

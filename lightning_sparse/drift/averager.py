@@ -120,10 +120,10 @@ class SparseModelAverager(Averager):
             self.workers.broadcast([local(tensor) for name, tensor in tensors.items() if name not in ignored])
         empty = {name: local(weight).new_empty(0, dtype=kept_dtype(weight)) for name, weight in weights.items()}
         warm_up_steps(self._engine, empty)
-        self.exchange = DriftExchange(module, self._engine, self.options, self.replica, may_change=not self.is_sharded)
+        self.exchange = DriftExchange(module, self._engine, self.options, self.replica)
         self.shared = SharedWeights(module, self.exchange, self.workers)
         self.num_steps = 0
-        self.observed_steps = ObservedSteps([*module.parameters()] if self.is_sharded else module, self.shared)
+        self.observed_steps = ObservedSteps(module.parameters(), self.shared)
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:

@@ -1,7 +1,7 @@
 """Starts an exchange of drifts, and moves anchor and weights by the average."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,12 @@ from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.exchange import Workers
 from lightning_sparse.selection.bucket import Residual
 
-T = TypeVar("T")
-
 
 class DriftExchange:
     """The anchors of a module's parameters, and the exchange of drifts from the anchors.
 
     A parameter is anchored at its value when it first requires a gradient. ``replica`` are the ranks among which the
-    module is sharded. ``may_change`` is True if layers may be replaced between two exchanges.
+    module is sharded.
 
     Attributes:
         buckets: the anchored parameters.
@@ -38,9 +36,7 @@ class DriftExchange:
         largest_drift: the largest distance of any worker's weight from the anchor before the last exchange.
     """
 
-    def __init__(
-        self, module: nn.Module, engine: Engine, options: DriftOptions, replica: Workers, *, may_change: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, engine: Engine, options: DriftOptions, replica: Workers) -> None:
         self.options = options
         self.buckets: list[AnchorBucket] = []
         self.anchored: dict[str, Tensor] = {}
@@ -49,7 +45,7 @@ class DriftExchange:
         self.ownership = WeightOwnership()
         self.is_changing = False
         self.largest_drift = 0.0
-        self._module, self._engine, self._replica, self._may_change = module, engine, replica, may_change
+        self._module, self._engine, self._replica = module, engine, replica
         self.flight: list[FlatBucket] = []
         self._starts: list[Tensor] = []
         self._compared: dict[str, Tensor] = {}
@@ -174,7 +170,7 @@ class DriftExchange:
                     parts[name].copy_(saved)
         load_outer(self.outer, self.buckets, tensors, outer)
 
-    # Unfrozen parameters and changed layers.
+    # Unfrozen parameters.
 
     def take_in_as(self, layout: list[list[str]]) -> None:
         """Anchor the parameters of a saved layout in its buckets."""
@@ -187,53 +183,23 @@ class DriftExchange:
         """Anchor parameters that newly require a gradient. Collective, the same on all workers.
 
         Raises:
-            RuntimeError: layers of a sharded module were replaced.
+            RuntimeError: an anchored parameter was replaced, renamed or removed.
         """
         ignored = ignored_names(self._module)
         parameters = self._module.named_parameters()
         named: dict[str, Tensor] = {name: parameter for name, parameter in parameters if name not in ignored}
         gone = [name for name, parameter in self.anchored.items() if named.get(name) is not parameter]
         if gone:
-            self._follow_change(named, gone)
-        else:
-            new = drifting(named, but=self.anchored)
-            if self.anchored:
-                say_new_layers(set(new), set())
-            self._take_in(new)
-            self.untrained.take_in_new()
-
-    def _follow_change(self, named: Mapping[str, Tensor], gone: list[str]) -> None:
-        """Anchor parameters after layers were replaced, added or removed. Collective.
-
-        A renamed parameter keeps its anchor. New parameters are set to their mean over the workers.
-        """
-        if not self._may_change:
             raise RuntimeError(
-                f"The model's parameters have changed after set-up: {gone[0]!r} was replaced or removed. Call "
-                "fully_shard first, and make a new averager after it."
+                f"The model's parameters have changed after set-up: {gone[0]!r} was replaced, renamed or removed. "
+                "Change layers, shard and prune before fit, or before you make the averager; then resume from a "
+                "checkpoint."
             )
-        known = {id(parameter): name for name, parameter in self.anchored.items()}
-        names_before = {name: known[id(parameter)] for name, parameter in named.items() if id(parameter) in known}
-        new = drifting(named, but=names_before)
-        self._engine.workers.average([local(parameter) for parameter in new.values()])
-        tensors, numbers = self.state()
-
-        def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
-            return {name: by_name[before] for name, before in names_before.items() if before in by_name}
-
-        self.buckets, self.anchored = [], {}
-        outer, self.outer = self.outer, None
-        old = {name: parameter for name, parameter in named.items() if name in names_before}
-        self._take_in(old | new, is_shared=True)
-        if outer is not None:
-            options = {key: value for key, value in outer.param_groups[0].items() if key != "params"}
-            outer.param_groups[:] = [{**options, "params": [bucket.anchor for bucket in self.buckets]}]
-            self.outer = outer
-        outer_numbers = numbers["outer"] | {"numbers": renamed(numbers["outer"]["numbers"])}
-        self.load({kind: renamed(parts) for kind, parts in tensors.items()}, outer_numbers)
+        new = drifting(named, but=self.anchored)
+        if self.anchored:
+            _say_new(new)
+        self._take_in(new)
         self.untrained.take_in_new()
-        self._engine.forget_sizes()
-        say_new_layers(set(new), set(gone) - set(names_before.values()))
 
     def _take_in(self, parameters: dict[str, Tensor], *, is_shared: bool = False) -> None:
         """Average parameters over the workers, unless ``is_shared``, and anchor them."""
@@ -266,14 +232,11 @@ def _largest(values: Tensor) -> Tensor:
     return torch.maximum(highest, -lowest).double().view(1)
 
 
-def say_new_layers(new: set[str], gone: set[str]) -> None:
-    """Log the parameters that were added, replaced or removed during training."""
-    kinds = {"replaced": new & gone, "added or unfrozen": new - gone, "removed": gone - new}
-    changes = [
-        f"{len(names)} parameters were {kind} ({', '.join(sorted(names)[:3])}{', …' if len(names) > 3 else ''})"
-        for kind, names in kinds.items()
-        if names
-    ]
-    if changes:
-        begin = " All workers start with the mean of the new parameters." if new else ""
-        rank_zero_info(f"lightning_sparse: {', '.join(changes)}.{begin}")
+def _say_new(names: Collection[str]) -> None:
+    """Log parameters that were added or unfrozen during training."""
+    if names:
+        shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+        rank_zero_info(
+            f"lightning_sparse: {len(names)} parameters were added or unfrozen ({shown}). All workers start with the "
+            "mean of the new parameters."
+        )

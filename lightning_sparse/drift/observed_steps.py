@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from lightning.fabric.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
@@ -24,14 +24,14 @@ class ObservedSteps:
     """Rejects lost steps, and notifies a strategy or warns about missing calls.
 
     Args:
-        observed: the parameters, or their module if its layers may be replaced.
+        observed: the parameters.
         shared: knows whether the module has the mean of all workers' weights.
 
     Attributes:
         on_step: called after each step if a strategy calls ``averager.step()``; None if the loop calls it.
     """
 
-    def __init__(self, observed: Iterable[Tensor] | nn.Module, shared: SharedWeights) -> None:
+    def __init__(self, observed: Iterable[Tensor], shared: SharedWeights) -> None:
         self.on_step: Callable[[], None] | None = None
         self._shared = shared
         self._steps_since_call: Counter[int] = Counter()

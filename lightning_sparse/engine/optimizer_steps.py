@@ -83,19 +83,18 @@ class StepObserver:
     single parameters, count together as one step when this backward ends.
 
     Args:
-        observed: the parameters, which the caller keeps alive; or their module if its layers may be replaced.
+        observed: the parameters, which the caller keeps alive.
         before: a method, called with optimizer and arguments; may return other arguments. Its object is not kept alive.
         after: a method, called with the optimizer; inside a backward only once, at its end, with the first optimizer.
     """
 
     def __init__(
         self,
-        observed: Iterable[Tensor] | nn.Module,
+        observed: Iterable[Tensor],
         before: Callable[[Optimizer, Arguments], Arguments | None],
         after: Callable[[Optimizer], None],
     ) -> None:
-        self._module = observed if isinstance(observed, nn.Module) else None
-        self._ids = set(map(id, observed.parameters() if isinstance(observed, nn.Module) else observed))
+        self._ids = set(map(id, observed))
         self._before, self._after = weak_method(before), weak_method(after)
         self._outer: Optimizer | None = None
         self._awaited_backward = -1
@@ -111,17 +110,12 @@ class StepObserver:
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         is_inner = self._outer is not None and self._outer is not optimizer
-        if is_inner or not self._observes(optimizer):
+        stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        if is_inner or self._ids.isdisjoint(stepped):
             return None
         self._outer = optimizer
         changed: Arguments | None = self._before(optimizer, arguments)
         return changed
-
-    def _observes(self, optimizer: Optimizer) -> bool:
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if self._module is not None and self._ids.isdisjoint(stepped):
-            self._ids = set(map(id, self._module.parameters()))  # a layer may be new
-        return not self._ids.isdisjoint(stepped)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._outer is not optimizer:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,7 +20,7 @@ from lightning_sparse.engine import Averager
 from lightning_sparse.engine.snapshot import sealed
 from lightning_sparse.engine.transport_options import require_word
 from lightning_sparse.gradients.options import ExchangeOptions
-from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier, require_sparsifier
+from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.options import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog
@@ -201,18 +201,7 @@ class SparseStrategy(TakesOptions):
 
     def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
         """Restore the averagers from a checkpoint; return this rank's extra content. Collective."""
-        extra = restore(self.averagers, checkpoint.get(KEY), **places)
-        given, saved = self.sparsifier, self.averagers[0].sparsifier
-        if not isinstance(given, HardThreshold) or given.threshold is None or isinstance(saved, Dense):
-            return extra
-        if given.density is None and saved.current_threshold != given.threshold:
-            rank_zero_info(
-                f"lightning_sparse: λ is threshold={given.threshold:g} again. In the checkpoint it was "
-                f"{saved.current_threshold:g}, which a ThresholdSchedule or set_threshold had set."
-            )
-            for averager in self.averagers:
-                averager.set_threshold(given.threshold)
-        return extra
+        return restore(self.averagers, checkpoint.get(KEY), **places)
 
     @classmethod
     @override

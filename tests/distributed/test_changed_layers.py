@@ -1,7 +1,4 @@
-"""A model whose layers are replaced, added, removed or renamed during local training stays within λ of its anchor."""
-
-from functools import partial
-from typing import Any
+"""Layers and buffers that are added, replaced or removed during training."""
 
 import pytest
 import torch
@@ -30,10 +27,6 @@ def resize_layer(net: nn.Sequential) -> None:
     net[2] = nn.Linear(16, 7)
 
 
-def add_layer(net: nn.Sequential) -> None:
-    net.append(nn.BatchNorm1d(4))
-
-
 def remove_layer(net: nn.Sequential) -> None:
     net[2] = nn.Identity()
 
@@ -42,20 +35,7 @@ def rename_layer(net: nn.Sequential) -> None:
     prune.l1_unstructured(net[0], "weight", amount=0.3)
 
 
-def tie_layers(net: nn.Sequential) -> None:
-    net.insert(2, nn.Linear(16, 8))
-    net.insert(3, nn.Linear(8, 16))
-    net[3].weight = net[0].weight
-
-
-CHANGES = (replace_layer, resize_layer, add_layer, remove_layer, rename_layer, tie_layers)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "kept in the weights": {},
-    "kept apart": {"keep_drift": False},
-    "outer optimizer": {"outer_optimizer": partial(torch.optim.SGD, lr=0.7, momentum=0.9)},
-    "applied late": {"overlap": True},
-    "every third step": {"every_n_steps": 3},
-}
+CHANGES = (replace_layer, resize_layer, remove_layer, rename_layer)
 
 
 def batches() -> list[Tensor]:
@@ -63,33 +43,38 @@ def batches() -> list[Tensor]:
     return [torch.randn(4, 8, generator=generator) for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @on_workers(2)
-def test_replicas_stay_within_the_threshold_of_their_shared_anchor(options: dict[str, Any]) -> None:
+def test_a_replaced_renamed_or_removed_layer_raises_at_the_next_exchange() -> None:
     for change in CHANGES:
         net = build()
-        averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(**options))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step, batch in enumerate(batches()):
-            if step == CHANGE:
-                torch.manual_seed(dist.get_rank())  # each worker draws different weights
-                change(net)
-                optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-                new = [parameter.detach().clone() for parameter in net.parameters()][-1]
-            net(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA))
+        averager.step()
+        change(net)
+        with pytest.raises(RuntimeError, match="was replaced, renamed or removed"):
             averager.step()
-        averager.flush()
-        name, weights, anchor = change.__name__, dict(net.named_parameters()), averager.anchor()
-        assert not torch.equal(new, [*net.parameters()][-1]), name  # the last layer was trained after the change
-        assert weights.keys() == anchor.keys(), name
-        torch.testing.assert_close(*of_all_workers(dict(anchor)), rtol=0, atol=0)
-        # A worker may have taken up to two steps after the last exchange.
-        own_steps = 0.0 if options.get("every_n_steps", 1) == 1 and not options.get("overlap") else 0.3
-        for key, weight in weights.items():
-            assert (weight - anchor[key]).abs().max() < LAMBDA + own_steps, (name, key)
         averager.close()
+
+
+@on_workers(2)
+def test_an_added_layer_starts_from_its_mean_and_stays_within_the_threshold() -> None:
+    net = build()
+    averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(every_n_steps=3))
+    for step, batch in enumerate(batches()):
+        if step in (0, CHANGE):
+            if step:
+                torch.manual_seed(dist.get_rank())  # each worker draws different weights
+                net.append(nn.Linear(4, 4))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averager.step()
+        if step == CHANGE:
+            torch.testing.assert_close(*of_all_workers(net[3].weight.detach()), rtol=0, atol=LAMBDA)
+    weights, anchor = dict(net.named_parameters()), averager.anchor()
+    assert weights.keys() == anchor.keys()
+    torch.testing.assert_close(*of_all_workers(dict(anchor)), rtol=0, atol=0)
+    averager.close()
 
 
 class Statistic(nn.Module):
