@@ -4,15 +4,13 @@ A replica of FSDP2 replaces a worker of `SparseModelAverager`. Inside a replica,
 the optimizer steps on shards. Between replicas, the ranks that hold the same shard exchange its drift from the anchor.
 """
 
-from dataclasses import replace
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.averager import checked, drift_settings
 from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
-from lightning_sparse.sparsifiers import Dense, Sparsifier, require_sparsifier
+from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 
 
 class ShardModelAverager(SparseModelAverager):
@@ -63,8 +61,6 @@ class ShardModelAverager(SparseModelAverager):
         reshard(module)
         sharding = Sharding(module, mesh, drift_settings(module, sparsifier, options, per_layer_stats))
         self.replica = sharding.replica
-        if sharding.is_alone:
-            sparsifier, options = Dense(), replace(options, value_dtype="float32")
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
         self._engine.of_whole_model = sharding.of_all_shards
         self._whole, self.place = module, sharding.place

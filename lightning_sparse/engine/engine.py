@@ -34,7 +34,7 @@ from lightning_sparse.exchange.workers import LostWorkerError
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
-from lightning_sparse.sparsifiers import Sparsifier, WholeStep
+from lightning_sparse.sparsifiers import Dense, Sparsifier, WholeStep
 
 
 class Engine:
@@ -45,7 +45,7 @@ class Engine:
         options: the options of the exchange.
         group: the process group; None is the default group.
         per_layer_stats: whether `StepStats` holds the statistics of every layer.
-        workers: replaces the group's workers.
+        workers: replaces the group's workers. Without it, a single worker sends nothing, and its values pass unchanged.
 
     Raises:
         ValueError: the options do not support the sparsifier's values.
@@ -74,10 +74,12 @@ class Engine:
         workers: Workers | None = None,
     ) -> None:
         options.require(sparsifier)
-        self.sparsifier = copy.deepcopy(sparsifier)
-        self.options = options
         self.exchange = Exchange(options.exchange, group, options.link_gbit_s, workers)
         self.workers = self.exchange.workers
+        if workers is None and self.workers.num_workers == 1:  # nothing to exchange
+            sparsifier, options = Dense(), replace(options, value_dtype="float32")
+        self.sparsifier = copy.deepcopy(sparsifier)
+        self.options = options
         is_first = self.workers.rank == 0
         self.calibrator = Calibrator(self.sparsifier, speaks=is_first, keeps_rest=options.keeps_rest)
         self.last_step: StepStats | None = None

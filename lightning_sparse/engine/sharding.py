@@ -33,7 +33,6 @@ class Sharding:
         named: the sharded parameters by name.
         device: the device of this rank.
         group: the ranks that hold the same shard as this rank, one per replica.
-        is_alone: whether there is only one replica, which has nothing to exchange.
         replica: the ranks that hold this rank's replica.
         place: this rank and the number of all ranks, which identify saved states.
 
@@ -49,7 +48,6 @@ class Sharding:
         self.named = dict(module.named_parameters())
         self.device = local(next(iter(self.named.values()))).device
         self.group = mesh.get_group()
-        self.is_alone = dist.get_world_size(self.group) == 1
         shards = {f"shard of {name}": f"{list(local(p).shape)}, {p.dtype}" for name, p in self.named.items()}
         with current_device(self.device):
             # Compare the shards that replicas share, and report differences on all ranks.

@@ -13,7 +13,7 @@ that you drop before this call do not change the residual.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 
 import torch
@@ -29,7 +29,7 @@ from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.selection.bucket import Residual
-from lightning_sparse.sparsifiers import Dense, Sparsifier, require_sparsifier
+from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 
 
 @dataclass
@@ -102,8 +102,6 @@ class ShardExchange(Averager):
         settings = parameter_settings(module) | sparsifier.settings() | vars(options)
         sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats})
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
-        if sharding.is_alone:
-            sparsifier, options = Dense(), replace(options, value_dtype="float32")
         with current_device(self.device):
             self.own_group = OwnGroup(sharding.group)
             engine = Engine(sparsifier, options, group=self.own_group.group, per_layer_stats=per_layer_stats)

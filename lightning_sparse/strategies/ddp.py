@@ -1,7 +1,6 @@
 """Lightning strategy: DDP with a sparse exchange of gradients."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from lightning_sparse.exchange import parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.sparse_state import SparseState
-from lightning_sparse.sparsifiers import Dense, Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.options import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
@@ -80,13 +79,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # Lightning's method registers hooks only on CUDA. On other devices, it would silently train densely.
         assert isinstance(self.model, DistributedDataParallel)
-        sparsifier, options = self.sparsifier, self._options
-        if self.world_size == 1:  # nothing to exchange
-            sparsifier, options = Dense(), replace(options, value_dtype="float32")
         state = attach(
             self.model,
-            sparsifier,
-            options,
+            self.sparsifier,
+            self._options,
             grad_scaler=lambda: getattr(self.precision_plugin, "scaler", None),
             optimizers=lambda: self.optimizers,
             per_layer_stats=self.per_layer_stats,

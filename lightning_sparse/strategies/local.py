@@ -3,7 +3,6 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,11 +26,11 @@ from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange import require_agreement
-from lightning_sparse.sparsifiers import Dense, Sparsifier
+from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.options import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
-_OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")  # the first from Lightning 2.6 on
+_OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")  # the first from Lightning 2.6 on
 
 
 class LocalTraining(SparseStrategy):
@@ -178,10 +177,9 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     def configure_ddp(self) -> None:
         assert self.model is not None
         require_agreement({"worker_state": self.worker_state})
-        sparsifier, options = self.sparsifier, self._options
-        if self.world_size == 1:  # nothing to exchange
-            sparsifier, options = Dense(), replace(options, value_dtype="float32")
-        self._follow(SparseModelAverager(self.model, sparsifier, options, per_layer_stats=self.per_layer_stats))
+        self._follow(
+            SparseModelAverager(self.model, self.sparsifier, self._options, per_layer_stats=self.per_layer_stats)
+        )
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

@@ -195,6 +195,7 @@ def build_selection(case):
 def test_an_averager_obeys_its_laws(case):
     results = run_workers(run_case, case.num_workers, case)
     models = [module(case) for _ in range(case.num_workers)]
+    value_dtype = case.value_dtype if case.num_workers > 1 else "float32"  # a single worker sends nothing
     simulation = Simulation(
         models,
         [torch.optim.SGD(model.parameters(), lr=1.0) for model in models],
@@ -204,11 +205,11 @@ def test_an_averager_obeys_its_laws(case):
         drift_decay=case.drift_decay,
         outer=(0.7, 0.9) if case.has_outer else None,
         is_late=case.is_late,
-        wire=WIRES[case.value_dtype],
+        wire=WIRES[value_dtype],
     )
     # Half of the last bit, and half of the smallest subnormal number of float16.
     halves = {"float32": (0.0, 0.0), "bfloat16": (2**-8, 0.0), "float16": (2**-11, 2**-25)}
-    rounding, smallest = halves[case.value_dtype]
+    rounding, smallest = halves[value_dtype]
     anchor_before = flat(models[0])
     for step in range(case.steps):
         states = [history[step] for history, *_ in results]

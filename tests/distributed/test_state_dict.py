@@ -146,7 +146,7 @@ class OfAnotherKind(HardThreshold):
         return [next_step]
 
 
-@on_workers(1)
+@on_workers(2)
 def test_load_state_dict_rejects_other_types_than_dicts():
     *_, state = begin(OfAnotherKind(threshold=0.1))
     with pytest.raises(TypeError, match=r"OfAnotherKind.state_dict returned list. Return a dict"):

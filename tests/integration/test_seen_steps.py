@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sparse import (
     Accordion,
@@ -154,7 +154,6 @@ def test_error_feedback_by_learning_rate_needs_a_learning_rate() -> None:
 
 CALLBACKS: dict[str, dict[str, Any]] = {
     "StochasticWeightAveraging": {"swa_lrs": 0.01, "swa_epoch_start": 1},
-    "ModelPruning": {"pruning_fn": "l1_unstructured", "amount": 0.1},
     "WeightAveraging": {},
     "EMAWeightAveraging": {},
     "Timer": {},
@@ -198,26 +197,3 @@ def test_a_run_without_error_feedback_names_the_norm_of_dropped_residuals(tmp_pa
     if dist.get_rank() == 0:
         [message] = messages
         assert f"the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none" in message
-
-
-class ReplacingClassifier(Classifier):
-    """Replaces its last layer in the fifth step, and tells the optimizer."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:
-            torch.manual_seed(self.trainer.global_rank)
-            self.last = nn.Linear(40, 3)
-            self.trainer.strategy.optimizers = [self.configure_optimizers()]
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.own = clones(self.named_parameters())
-
-
-@on_workers(2, process_group=False)
-def test_a_layer_replaced_during_a_fit_is_exchanged() -> None:
-    model, trainer = ReplacingClassifier(), local_trainer(max_steps=12, max_epochs=None)
-    trainer.fit(model, data(128))
-    assert_equal(*of_all_workers(clones(trainer.strategy.averager.anchor().items())))
-    weights, others = of_all_workers(model.own)
-    for name, weight in weights.items():
-        assert (weight - others[name]).abs().max() < 2 * 0.02, name
