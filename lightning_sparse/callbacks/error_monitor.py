@@ -1,14 +1,19 @@
 """Shows the residual of error feedback, in total and per layer."""
 
+from functools import partial
 from math import sqrt
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_sparse.callbacks.metrics import TotalError
-from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars
+from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.engine.step_stats import StepStats
+from lightning_sparse.selection.bucket import FlatBucket
+from lightning_sparse.sparsifiers.protocol import require_count
+from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class ErrorMonitor(StepMonitor):
@@ -18,18 +23,32 @@ class ErrorMonitor(StepMonitor):
       ``sparse/error_norm`` itself is logged by the strategy.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: ``sparse/layer_error_norm/<name>``
       in every logger.
+    - Histograms in TensorBoard, if asked for, of rank 0's values per layer before the selection:
+      ``sparse/compensated/<name>`` of p = e + g, ``sparse/residual/<name>`` of e and ``sparse/gradient/<name>`` of g
+      (``sparse/drift/<name>`` with local training). Shi et al. (arXiv:1911.08772) find bell shapes with Top-k.
     - A line on rank 0 at the end of ``fit``: last and largest error norm, total error.
 
     It works with any logger or none, issues no collectives, and continues its total after a resume.
 
     Args:
         per_layer: whether to follow single layers; each step then sends two more numbers per layer.
+        histograms_every_n_steps: the number of steps from one set of histograms to the next; None for no histograms.
+            Other steps cost nothing.
     """
 
-    def __init__(self, per_layer: bool = False) -> None:
+    def __init__(self, per_layer: bool = False, histograms_every_n_steps: int | None = None) -> None:
+        if histograms_every_n_steps is not None:
+            require_count("histograms_every_n_steps", histograms_every_n_steps)
         self.total_error = TotalError()
         super().__init__(per_layer, "sparse/total_error", self.total_error)
         self._last_error_norm = self._largest_error_norm = 0.0
+        self._every = histograms_every_n_steps
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        strategy, loggers, step = trainer.strategy, tensorboard_loggers(trainer), logging_step(trainer)
+        if self._every is not None and step % self._every == 0 and loggers and isinstance(strategy, SparseStrategy):
+            strategy.state.watch_next(partial(_add_histograms, loggers, step, strategy.averages.removesuffix("s")))
 
     @override
     def take_in(self, step: StepStats) -> None:
@@ -64,3 +83,14 @@ class ErrorMonitor(StepMonitor):
         self._last_error_norm = state_dict["last_error_norm"]
         self._largest_error_norm = state_dict["largest_error_norm"]
         self._has_numbers = True
+
+
+def _add_histograms(loggers: list[TensorBoardLogger], step: int, averaged: str, bucket: FlatBucket) -> None:
+    residual = bucket.residual.before
+    compensated = bucket.whole(residual.dtype)
+    flat = {"compensated": compensated, "residual": residual, averaged: compensated - residual}
+    for name, start, end in bucket.layout.spans():
+        for kind, values in flat.items():
+            finite = values[start:end][values[start:end].isfinite()]
+            for logger in loggers if finite.numel() else []:
+                logger.experiment.add_histogram(f"sparse/{kind}/{name}", finite, step)

@@ -16,6 +16,7 @@ from lightning_sparse.engine.grouping import real_numel
 from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange import Workers
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.sparsifiers import HardThreshold
 
 BROKEN_OFF = "it was saved in the middle of an exchange, which an exception interrupted"
@@ -114,6 +115,13 @@ class Averager(ABC):
         if not callable(receiver):
             raise TypeError(f"Expected a function of StepStats, got {receiver!r}.")
         self._engine.subscribers.append(receiver)
+
+    def watch_next(self, receiver: Callable[[FlatBucket], None]) -> None:
+        """Call the receiver with every bucket of the next exchange, before its values are selected.
+
+        It sees this worker's values and must not change or keep them. It may run inside backward.
+        """
+        self._engine.watch_next = receiver
 
     def set_threshold(self, threshold: float) -> None:
         """Set λ from the next step on; ends a calibration. Pass the same value on all workers.

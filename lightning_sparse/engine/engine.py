@@ -62,6 +62,7 @@ class Engine:
         subscribers: called with the statistics of each step after its exchange; must not communicate.
         of_whole_model: returns the model's statistics from this rank's if the model is sharded. The result is equal on
             all ranks of a replica.
+        watch_next: called with every bucket of the next exchange before its values are selected; None afterwards.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Engine:
         self.epoch: int | None = None
         self.subscribers: list[Callable[[StepStats], None]] = []
         self.of_whole_model: Callable[[StepStats], StepStats] = lambda stats: stats
+        self.watch_next: Callable[[FlatBucket], None] | None = None
         # As text, because a checkpoint may not support the types in a custom sparsifier's settings.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self.per_layer_stats = per_layer_stats or self.calibrator.needs_layers
@@ -117,6 +119,8 @@ class Engine:
     def add(self, bucket: FlatBucket) -> None:
         """Select a bucket's values and start their exchange. Collective."""
         self._buckets.append(bucket)
+        if self.watch_next is not None:
+            self.watch_next(bucket)
         gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
         is_full = self.calibrator.is_running
         bucket.average = gradient
@@ -153,6 +157,7 @@ class Engine:
         on the CPU. Raises RuntimeError if a worker ended or stopped, with its rank if torch reports it.
         """
         begin = perf_counter()
+        self.watch_next = None
         try:
             headers, self._sent_bytes, self._dense_elements = self.exchange.finish()
             self.wait_seconds = perf_counter() - begin

@@ -72,7 +72,7 @@ def _watch(callbacks: list[Callback], *, strategy: Any = None, ckpt_path: str | 
 
 
 def test_tensorboard_shows_averages_totals_and_layers(tmp_path: Path) -> None:
-    monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
+    monitors = [DensityMonitor(), ErrorMonitor(per_layer=True, histograms_every_n_steps=4)]
     workers = watch(monitors, logger=TensorBoardLogger(str(tmp_path)))
     steps = workers[0].steps
     rows = [columns([step], steps[: number + 1]) for number, step in enumerate(steps)]
@@ -100,6 +100,16 @@ def _check_events(folder: str, steps: list[StepStats], rows: list[dict[str, floa
         assert (point.step, point.histogram_value.num) == (step.step, len(SIZES))
         densities = [layer.density for layer in step.layers.values()]
         assert point.histogram_value.sum == pytest.approx(sum(densities), rel=1e-5)
+    for name, size in SIZES.items():
+        of_kinds = [events.Histograms(f"sparse/{kind}/{name}") for kind in ("compensated", "residual", "gradient")]
+        assert [[(point.step, point.histogram_value.num) for point in kind] for kind in of_kinds] == [
+            [(0, size), (4, size)]
+        ] * 3
+        for whole, residual, gradient in zip(*of_kinds, strict=True):
+            parts = residual.histogram_value.sum + gradient.histogram_value.sum
+            assert whole.histogram_value.sum == pytest.approx(parts, abs=1e-5)
+            assert (residual.histogram_value.sum_squares > 0) == (residual.step > 0)
+            assert gradient.histogram_value.sum_squares > 0
     assert tags["images"] == ["sparse/log10_layer_density"]
     [image] = events.Images("sparse/log10_layer_density")
     assert image.width > 500
