@@ -58,7 +58,7 @@ EXAMPLES = sorted(path.relative_to(RECIPES.parent) for path in RECIPES.rglob("*.
 
 @pytest.fixture
 def parsed(capsys, monkeypatch):
-    """A function that returns the configuration that the command line makes of a recipe."""
+    """Returns a function that parses a recipe on the command line and returns its configuration."""
 
     def parse(recipe, *overrides):
         monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])
@@ -93,7 +93,7 @@ def test_a_variant_of_a_comparison_parses(variant, parsed):
     strategy = parsed(recipe, *arguments)["trainer"]["strategy"]
     options = {} if strategy == "ddp" else strategy["init_args"]
     given = [options.get(name) for name in ("threshold", "density", "sparsifier")]
-    assert sum(value is not None for value in given) == (strategy != "ddp")  # a recipe's own density may be in the way
+    assert sum(value is not None for value in given) == (strategy != "ddp")  # replaces the density of the recipe
 
 
 @pytest.mark.parametrize("folder", COMPARED)
@@ -103,7 +103,7 @@ def test_compared_recipes_differ_in_the_strategy_only(folder):
     strategies = [config["trainer"].pop("strategy") for config in configs]
     assert configs[0] == configs[1] == configs[2]
     assert len({str(strategy) for strategy in strategies}) == 3
-    # Not only in what they say, but line by line: below the header, up to the strategy and after it.
+    # Also equal as text, except for the header and the strategy.
     bodies = [text.split("\nseed_everything")[1] for text in texts]
     assert len({re.sub(r"\n  strategy:.*?\n  (?=\w)", "\n  ", body, flags=re.DOTALL) for body in bodies}) == 1
 
@@ -113,7 +113,7 @@ PAPER = {
         "trainer.devices": 8,
         "trainer.max_epochs": 300,
         "trainer.strategy.class_path": "lightning_sparse.DDPHardThresholdStrategy",
-        # A float and not the text "4.73e-3", which YAML makes of it as soon as the dot is missing.
+        # A float: YAML reads 473e-5, without a dot, as text.
         "trainer.strategy.init_args.threshold": 0.00473,
         "data.init_args.batch_size": 256,
         "model.init_args": {
@@ -249,13 +249,13 @@ def test_a_recipe_trains_on_two_workers(folder, recipe, arguments):
         else:
             assert (fit.exchanged.step, fit.exchanged.num_elements) == (1, fit.num_parameters)
             assert fit.metrics["sparse/density"] == pytest.approx(fit.exchanged.density)
-            # With a density everything is sent in these steps, for calibration.
+            # With a density, these steps belong to calibration and send everything.
             is_dense = folder == LSTM and recipe in ("hard_threshold", "dense")
             assert fit.exchanged.density == 1 if is_dense else 0 < fit.exchanged.density < 1
         if folder == LSTM:
             assert fit.metrics["val/perplexity"] == pytest.approx(math.exp(fit.metrics["val/loss"]), rel=1e-5)
             assert 1 < fit.metrics["val/perplexity"] < fit.metrics["val/perplexity_mean_of_windows"] * (1 + 1e-6)
-        if folder == NCF:  # the data module says how large the embeddings are
+        if folder == NCF:  # the data module determines the size of the embeddings
             assert (fit.hparams["num_users"], fit.hparams["num_items"]) == (1000, 400)
             assert fit.num_parameters == 1400 * 8 + (8 * 8 + 8) + (8 * 4 + 4) + (8 + 1)
         if arguments:
@@ -266,6 +266,23 @@ def test_a_recipe_trains_on_two_workers(folder, recipe, arguments):
     assert first["train/local_loss"] != pytest.approx(second["train/local_loss"])
 
 
+def test_the_recipe_for_one_gpu_continues_from_its_last_checkpoint(tmp_path):
+    sizes = [argument for argument in SMALL[RESNET] if not argument.startswith("--trainer")]
+    command = (f"--config={CONFIGS[f'{RESNET}/one_gpu']}", *sizes, "--trainer.accelerator=cpu", "--ckpt_path=last")
+
+    def fit(folder, epochs):
+        options = (f"--trainer.logger.save_dir={tmp_path / folder}", f"--trainer.max_epochs={epochs}")
+        return run_workers(fit_recipe, 1, *command, *options, process_group=False)[0]
+
+    whole = fit("whole", 2)
+    assert fit("in parts", 1).steps == 1
+    resumed = fit("in parts", 2)
+    assert resumed.steps == whole.steps == 2
+    assert resumed.exchanged.step == 1
+    for name in ("val/loss", "val/accuracy", "sparse/density", "sparse/error_norm", "sparse/total_error"):
+        assert resumed.metrics[name] == whole.metrics[name], name
+
+
 @pytest.mark.parametrize(
     ("make", "number"),
     [
@@ -274,7 +291,7 @@ def test_a_recipe_trains_on_two_workers(folder, recipe, arguments):
         (partial(build_network, "senet18"), 11_260_354),
         (partial(NeuMF, num_users=138_493, num_items=26_744), 31_832_577),
         (TiedLSTM, 31_819_578),
-        # With the words of torchtext's basic_english: the paper's "about 28.9 M".
+        # The vocabulary of torchtext's basic_english gives the paper's "about 28.9 M".
         (partial(TiedLSTM, vocabulary_size=28_783), 28_893_333),
         (GPT, 279_168),
     ],
@@ -320,7 +337,7 @@ def test_learning_rate_by_epoch(make, expected, momentum, monkeypatch):
 
 WORDS = {f"wikitext-2/wiki.{split}.tokens": "a b \n" * 200 for split in ("train", "valid", "test")}
 ELSEWHERE = {f"0/{name}": text for name, text in WORDS.items()} | {"1/wikitext-2/wiki.train.tokens": ""}
-"""Files of two workers, of which only those of the second cannot be used."""
+"""Files of two workers; only those of worker 1 are unusable."""
 RATINGS = "userId,movieId,rating,timestamp\n1,2,3.0,4\n1,3,4.0,5\n1,two,4.0,6\n"
 MISSING = "is missing and could not be fetched"
 
