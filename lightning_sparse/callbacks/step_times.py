@@ -20,7 +20,8 @@ LABELS = {DENSE: "median dense step", SPARSE: "median sparse step", WAIT: "  wai
 class StepTimes:
     """Medians of the time between exchanges and of the wait for them.
 
-    Calibration steps are dense. The first interval does not count, because it includes set-up.
+    Calibration steps and other steps that were sent whole are dense. The first interval does not count, because it
+    includes set-up.
     """
 
     def __init__(self) -> None:
@@ -37,8 +38,9 @@ class StepTimes:
         """Add an exchange that has just ended, and this worker's wait for it."""
         now = perf_counter()
         if self._last is not None and not self._is_first:
-            self._seconds[DENSE if step.is_calibration else SPARSE].append(now - self._last)
-            if not step.is_calibration:
+            is_dense = step.is_calibration or step.dense_elements >= step.num_elements
+            self._seconds[DENSE if is_dense else SPARSE].append(now - self._last)
+            if not is_dense:
                 self._seconds[WAIT].append(wait_seconds)
         self._is_first = self._is_first and self._last is None
         self._last = now

@@ -9,8 +9,9 @@ from lightning_sparse.callbacks import step_times
 from lightning_sparse.callbacks.step_times import StepTimes
 
 
-def step(*, dense: bool) -> StepStats:
-    return StepStats(0, 2, 10, 2, 0.0, 0.0, 0, 1, 1, is_calibration=dense)
+def step(*, dense: bool, is_calibration: bool = True) -> StepStats:
+    is_calibration = dense and is_calibration
+    return StepStats(0, 2, 10, 2, 0.0, 0.0, 0, 1, 1, dense_elements=10 * dense, is_calibration=is_calibration)
 
 
 def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before: int | None = None) -> StepTimes:
@@ -22,7 +23,7 @@ def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before
         if place == pause_before:
             times.pause()
         now[0] += seconds
-        times.add(step(dense=dense), seconds / 10)
+        times.add(step(dense=dense, is_calibration=place < 2), seconds / 10)
     return times
 
 
