@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-gc.disable()  # until all is imported: collections take a third of that time and free nothing
+gc.disable()  # until all imports are done; collections take a third of their time and free nothing
 
 # No deadline, because the machine may be busy. Examples are fixed in continuous integration and random elsewhere.
 settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
@@ -29,7 +29,7 @@ def pytest_configure(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tests and their subprocesses
 
 
-def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a memory)
+def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a cache)
     """Marks all rows but the first of each table of tests with workers as ``full``, for ``make test-all``."""
     table = item.nodeid.partition("[")[0]
     is_first = table not in begun
@@ -55,6 +55,6 @@ def pytest_collection_modifyitems(items):
         in_groups = [item for item in items if item.get_closest_marker("xdist_group")]
         assert all("@" in item.nodeid for item in in_groups), "pytest-xdist does not see groups in this pytest"
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    gc.freeze()  # collections can skip modules and tests, which stay to the end
+    gc.freeze()  # collections need not scan modules and tests
     atexit.register(gc.unfreeze)  # Python ends as it always does, but pytest collects garbage several times before that
     gc.enable()

@@ -37,7 +37,7 @@ if INTERPRETED:
         patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
-    def _patch_once(function, patch=interpreter._patch_lang, languages={}):  # noqa: B006  (a memory)
+    def _patch_once(function, patch=interpreter._patch_lang, languages={}):  # noqa: B006  (a cache)
         """Patches each function only once, which is five times as fast."""
         if function not in languages:
             names = list(function.__globals__.values())

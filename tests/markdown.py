@@ -1,4 +1,4 @@
-"""What tests read out of Markdown: blocks of code, headings and links."""
+"""Extracts blocks of code, headings and links from Markdown."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ _LINK = re.compile(r"\[[^\]\[]*(?:\[[^\]]*\])?[^\]\[]*\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
-    """Code between fences: in which language, what, and on which line of the page it begins."""
+    """A fenced block of code, its language and its first line in the page."""
 
     language: str
     code: str
@@ -28,23 +28,23 @@ def blocks(text: str, *languages: str) -> list[Block]:
 
 
 def indented(text: str) -> list[str]:
-    """Returns the blocks that are set off by four spaces."""
+    """Returns the blocks that are indented by four spaces."""
     return [match[0] for match in _INDENTED.finditer(_FENCE.sub("", text))]
 
 
 def links(text: str) -> list[str]:
-    """Returns where links and pictures lead, outside of code."""
+    """Returns the targets of links and pictures outside code."""
     text = re.sub(r"`[^`\n]*`", "", _FENCE.sub("", text))
     return _LINK.findall(_INDENTED.sub("", text))
 
 
 def anchors(text: str) -> set[str]:
-    """Returns what headings are called in links."""
+    """Returns the anchors of headings, as links name them."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
 def after(diff: str) -> str:
-    """Returns what the lines of a diff come to."""
+    """Returns the text after the change of a diff."""
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))

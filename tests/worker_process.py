@@ -27,7 +27,7 @@ from lightning.fabric.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 LONGEST_WAIT = 5.0
-"""Seconds after which torch itself reports a store that no process serves."""
+"""Seconds to poll for the store. Afterwards torch itself reports that no process serves it."""
 _PATCHED = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.parallel.distributed")
 """Modules of torch in which tests replace functions."""
 
@@ -56,7 +56,7 @@ def serve(pipe: connection.Connection) -> None:
     """Answers calls and acknowledges each, until the pipe ends or a call has changed global state."""
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed has a function of that name
     rendezvous._create_c10d_store = _without_a_pause(rendezvous._create_c10d_store)
-    environment, random_states, found = dict(os.environ), _random_states(), _Traces()
+    environment, random_states, traces = dict(os.environ), _random_states(), _Traces()
     while True:
         try:
             call: Call = pickle.loads(pipe.recv_bytes())
@@ -69,7 +69,7 @@ def serve(pipe: connection.Connection) -> None:
         os.environ.clear()
         os.environ.update(environment)
         gc.collect()
-        if call.is_last or found.have_changed():
+        if call.is_last or traces.have_changed():
             pipe.close()
             return
         pipe.send(None)
@@ -110,10 +110,10 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
 
 
-def _set_random_states(python: Any, of_numpy: Any, of_torch: torch.Tensor) -> None:
-    random.setstate(python)
-    numpy.random.set_state(of_numpy)
-    torch.set_rng_state(of_torch)
+def _set_random_states(python_state: Any, numpy_state: Any, torch_state: torch.Tensor) -> None:
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
 
 
 class _Traces:

@@ -1,8 +1,8 @@
 """Runs a function in several worker processes at once and returns their results.
 
-Processes come from a fork server that has imported the modules of tests and trained nothing: a worker starts in a
-fraction of a second, without threads of the test process. Workers stay for the next call, as a notebook's
-kernel does, unless they failed or their global state has changed (``tests.worker_process``).
+Processes come from a fork server that has imported the modules of tests and trained nothing. A worker starts in a
+fraction of a second, without threads of the test process. It stays for the next call, unless it failed or its global
+state has changed (``tests.worker_process``).
 """
 
 import atexit
@@ -52,8 +52,8 @@ def run_workers(
         function: importable by name (top level of a module); reads its rank from torch.distributed or the environment.
         num_workers: number of processes.
         *args: pickled arguments of the function.
-        process_group: whether to initialise a Gloo process group first. Without, only torchrun's environment variables
-            are set, from which a Trainer starts its own.
+        process_group: whether to initialise a Gloo process group first. If False, only torchrun's environment variables
+            are set, with which a Trainer creates its own group.
         timeout: seconds for all workers together.
         new: whether to use fresh processes that end after the call as a program does.
     """
@@ -117,7 +117,7 @@ def _start() -> _Worker:
 
 
 @atexit.register
-def _let_go() -> None:
+def _end_workers() -> None:
     for worker in _kept:
         worker.pipe.close()
     for worker in _kept:
@@ -129,7 +129,7 @@ def _wait_until_one_fails(workers: Sequence[_Worker], timeout: float) -> list[_W
     """Returns the workers that wait for another call, or none if any failed.
 
     Raises:
-        TimeoutError: not all came to an end in so many seconds.
+        TimeoutError: some workers still run after ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
     failed = False

@@ -24,7 +24,7 @@ from lightning_sparse import (
     register_comm_hook,
     shard_exchange,
 )
-from tests.integration.models import Around, messages_of, warnings_of
+from tests.integration.models import OptimizerWrapper, messages_of, warnings_of
 from tests.workers import on_workers
 
 
@@ -45,7 +45,7 @@ def local(kind: str) -> None:
     if kind == "two optimizers":
         optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)]
     else:
-        optimizers = [Around(optimizer) if kind == "wrapped" else optimizer]
+        optimizers = [OptimizerWrapper(optimizer) if kind == "wrapped" else optimizer]
     for batch in batches(50):
         net(batch).square().mean().backward()
         if kind == "step within averaged_weights":

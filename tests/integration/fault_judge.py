@@ -1,4 +1,4 @@
-"""Judges what struck workers leave, by a simulation in plain tensors."""
+"""Checks the checkpoints that faults leave against a simulation in plain tensors."""
 
 import hashlib
 import tempfile
@@ -16,15 +16,15 @@ from tests.integration.fault_workers import HANG, KEY, RESUMED_STEPS, STEPS, Cas
 
 @dataclass
 class File:
-    """A checkpoint that a struck training left.
+    """A checkpoint of a training that a fault interrupted.
 
     Attributes:
-        name: the file's.
-        step: after how many optimizer steps the weights in it were; None if they were changed in part.
-        global_step: what the file says of that.
-        holds: ``"residuals"``, ``"nothing yet"`` (before the first step), or why there are none.
-        content: tells files of the same content.
-        is_ahead: whether what it says of the last step, of calibration, … is not that of the weights' step.
+        name: file name.
+        step: number of optimizer steps that its weights have seen; None if a step has changed only some weights.
+        global_step: number of optimizer steps that the file states.
+        holds: ``"residuals"``, ``"nothing yet"`` (before the first step), or why residuals are missing.
+        content: digest of the content.
+        is_ahead: whether its other state (last step, calibration, …) belongs to a later step than its weights.
     """
 
     name: str
@@ -41,7 +41,7 @@ class File:
 
 @dataclass
 class Outcome:
-    """What a fault led to; a survived one has no problems."""
+    """The outcome of a fault; without problems, the fault did no harm."""
 
     case: Case
     fault: Fault
@@ -52,14 +52,14 @@ class Outcome:
     finished: bool = False
     has_struck: bool = True
     printed: str = ""
-    """The end of what each worker wrote, of a training that did not finish."""
+    """The last output of each worker, if the training did not finish."""
 
     def file(self, start: str) -> File | None:
         return next((file for file in self.files if file.name.startswith(start)), None)
 
     @property
     def saved(self) -> File | None:
-        """What was saved because of the fault."""
+        """The checkpoint that was saved because of the fault."""
         return self.file("on_exception") or self.file("hpc") or self.file("model")
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def same(actual: Layers, expected: Layers) -> bool:
-    """Whether tensors are equal to the last bit; missing ones are zero."""
+    """Returns whether tensors are equal to the last bit; missing tensors count as zero."""
     actual, expected = zeros() | actual, zeros() | expected
     return all(torch.equal(actual[name].flatten().double(), expected[name].flatten().double()) for name in SIZES)
 
@@ -82,18 +82,18 @@ def momentum_of(optimizer_states: list[Any]) -> Layers:
 
 
 def numbers_of(content: dict[str, Any]) -> Any:
-    """What all workers know alike."""
+    """Returns the numbers that are equal on all workers."""
     return content["numbers"], content["histories"]
 
 
 class Judge:
-    """Compares files and results of one case with the simulation; resumes each file whose content it has not seen."""
+    """Compares files and results of one case with the simulation, and resumes each distinct file once."""
 
     state: Any = State
-    """The kind of states that the simulation goes through."""
+    """The class of the simulated states."""
 
     lacking = "residuals"
-    """What a warning says that a file does not hold."""
+    """The word for missing state in a warning."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -105,7 +105,7 @@ class Judge:
         return simulate(start, steps, self.case.threshold)
 
     def read(self, path: Path, problems: list[str]) -> File | None:
-        """Reads a file; notes what is wrong with it."""
+        """Reads a checkpoint; appends its faults to ``problems``."""
         try:
             saved = torch.load(path, weights_only=True)
         except Exception as error:
@@ -114,10 +114,10 @@ class Judge:
         if self.case.is_sparse and saved["optimizer_states"] and KEY not in saved:
             problems.append(f"{path.name} has nothing under {KEY}")
             return None
-        return self.look_at(path.name, saved, problems)
+        return self.describe(path.name, saved, problems)
 
-    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
-        """Describes a checkpoint; notes what is wrong with it."""
+    def describe(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
+        """Describes a checkpoint; appends its faults to ``problems``."""
         state = self.start(saved)
         steps = [
             step
@@ -126,7 +126,7 @@ class Judge:
         ]
         step = steps[0] if steps else None
         if not saved["optimizer_states"]:
-            # An exception before there was an optimizer: nobody, plain ddp neither, resumes from such a file.
+            # Saved before the optimizer existed; not even plain ddp can resume from this file.
             return File(name, step, saved["global_step"], "nothing yet", "")
         content = saved.get(KEY)
         holds, is_ahead = "ddp", False
@@ -144,13 +144,13 @@ class Judge:
         why_not = content["why_incomplete"]
         if why_not is not None:
             if residuals:
-                problems.append(f"{name} has residuals and says why it has none: {why_not}")
+                problems.append(f"{name} has residuals, but states a reason for missing residuals: {why_not}")
             return str(why_not)
         if step is None:
-            problems.append(f"{name}: weights belong to no step, but it has residuals")
+            problems.append(f"{name} has residuals, but its weights are those of no step")
             return "residuals"
         if step > 0 and not residuals:
-            problems.append(f"{name}: no residuals, and no word on why")
+            problems.append(f"{name} has no residuals and states no reason")
             return "nothing"
         if self.case.worker_state == "small":
             pairs = [(residual, mean(self.states[step].residuals)) for residual in residuals]
@@ -160,25 +160,25 @@ class Judge:
             pairs = list(zip(residuals, self.states[step].residuals, strict=False))
         for rank, (residual, expected) in enumerate(pairs):
             if not same(residual, expected):
-                of = [
+                matches = [
                     other
                     for other, state in enumerate(self.states)
                     if same(residual, state.residuals[rank if len(pairs) > 1 else 0])
                 ]
-                problems.append(f"{name}: residuals of rank {rank} are not those of step {step} (of {of})")
+                problems.append(f"{name}: residuals of rank {rank} match steps {matches}, not {step}")
         return "residuals" if step else "nothing yet"
 
     def start(self, saved: dict[str, Any]) -> Any:
         """Returns the state that a resumed run should start from."""
         content = saved.get(KEY)
         residuals: Any = [worker["residual"] for worker in content["workers"]] if content is not None else []
-        if len(residuals) < 2:  # the mean, or none
+        if len(residuals) < 2:  # the mean residual or nothing
             residuals = (residuals or [{}]) * self.case.num_workers
         momentum = momentum_of(saved["optimizer_states"])
         return State(saved["state_dict"], momentum, [zeros() | residual for residual in residuals])
 
     def prepare(self) -> None:
-        """Trains without a fault, for what is the same on all workers after every step."""
+        """Trains without a fault to record the numbers that are equal on all workers after every step."""
         if not self.case.is_sparse:
             return
         with tempfile.TemporaryDirectory() as name:
@@ -190,13 +190,13 @@ class Judge:
     def check_end(self, result: dict[str, Any], rank: int, expected: Any, what: str) -> list[str]:
         problems = []
         if not same(result["weights"], expected.weights):
-            problems.append(f"{what}: weights at the end are not the simulation's")
+            problems.append(f"{what}: final weights differ from the simulation")
         if self.case.is_sparse and not same(result["residuals"], expected.residuals[rank]):
-            problems.append(f"{what}: residuals of rank {rank} at the end are not the simulation's")
+            problems.append(f"{what}: final residuals of rank {rank} differ from the simulation")
         return problems
 
     def strike(self, fault: Fault, folder: Path) -> Outcome:
-        """Lets a fault happen and looks at what is left."""
+        """Trains with a fault and checks the files that are left."""
         outcome = Outcome(self.case, fault, *run(self.case, folder, train, fault))
         outcome.has_struck = any(folder.glob("struck *"))
         if None in outcome.exit_codes:
@@ -205,22 +205,22 @@ class Judge:
             file = self.read(path, outcome.problems)
             if file is not None:
                 outcome.files.append(file)
-                without = "weights and without drifts" if self.case.is_local else "written without residuals"
-                is_said = without in (folder / "output of 0").read_text()
-                if self.case.is_sparse and file.holds not in ("residuals", "nothing yet") and not is_said:
+                words = "weights and without drifts" if self.case.is_local else "written without residuals"
+                is_warned = words in (folder / "output of 0").read_text()
+                if self.case.is_sparse and file.holds not in ("residuals", "nothing yet") and not is_warned:
                     outcome.problems.append(f"{file.name}: no warning")
         if outcome.exit_codes == [0] * self.case.num_workers:
             outcome.finished = True
             for rank in range(self.case.num_workers):
                 result = torch.load(folder / f"result of {rank}", weights_only=True)
-                outcome.problems += self.check_end(result, rank, self.states[-1], "the struck run itself")
+                outcome.problems += self.check_end(result, rank, self.states[-1], "the interrupted run itself")
         else:
             outputs = sorted(folder.glob("output of *"))
             outcome.printed = "\n".join(f"{output.name}:\n{output.read_text()[-3000:]}" for output in outputs)
         return outcome
 
     def resume(self, outcomes: Sequence[tuple[Outcome, Path]]) -> None:
-        """Resumes, in one start of workers, from every content not seen before."""
+        """Resumes from every content not seen before; starts the workers only once."""
         chosen: dict[str, Path] = {}
         for outcome, folder in outcomes:
             for file in outcome.files:
@@ -261,7 +261,7 @@ def mean(residuals: list[Layers]) -> Layers:
 
 
 def own_of(content: dict[str, Any]) -> list[tuple[dict[str, Any], Layers]]:
-    """Returns every worker's tensors and its momentum."""
+    """Returns the tensors and the momentum of every worker."""
     extras = content["extras"][0] if content["extras"] else []
     return [
         (held, momentum_of(extra["optimizer_states"])) for held, extra in zip(content["workers"], extras, strict=False)
@@ -269,20 +269,20 @@ def own_of(content: dict[str, Any]) -> list[tuple[dict[str, Any], Layers]]:
 
 
 class LocalJudge(Judge):
-    """What is exact: the mean of the workers' weights in each file, all that each worker has, and every resume."""
+    """Checks mean weights, the state of each worker and every resume of local training; all are exact."""
 
     state = LocalState
     lacking = "drifts"
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        # A worker may be struck between its optimizer and the exchange.
+        # A fault may happen between the optimizer step and the exchange.
         self.stepped = [state.stepped(step) for step, state in enumerate(self.states[:-1])]
 
     def prepare(self) -> None:
         """Needs no training of its own."""
 
-    def look_at(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
+    def describe(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
         if not saved["optimizer_states"]:
             return File(name, None, saved["global_step"], "nothing yet", "")
         weights, content = saved["state_dict"], saved[KEY]
@@ -292,43 +292,43 @@ class LocalJudge(Judge):
             step = self._check_workers(saved, name, problems)
         else:
             holds = str(why_not)
-            # The mean, if all had met and one died or left while the rest was gathered.
+            # Weights are the mean if a worker failed after averaging, while states were gathered.
             known = [(step, state.anchor) for step, state in enumerate(self.states)]
             known += [(step, state.mean) for step, state in enumerate(self.states)]
             step = next((step for step, layers in known if same(weights, layers)), None)
             if step is None and "changed" not in why_not and "failed" not in why_not:
-                problems.append(f"{name}: the weights are no step's anchor")
+                problems.append(f"{name}: the weights are not the anchor of any step")
             if content["workers"]:
-                problems.append(f"{name} has drifts and says why it has none: {why_not}")
+                problems.append(f"{name} has drifts, but states a reason for missing drifts: {why_not}")
         digest = hashlib.sha256(repr((step, saved["global_step"], holds)).encode())
         for weight in (*weights.values(), *momentum_of(saved["optimizer_states"]).values()):
             digest.update(weight.numpy().tobytes())
         return File(name, step, saved["global_step"], holds, digest.hexdigest())
 
     def _check_workers(self, saved: dict[str, Any], name: str, problems: list[str]) -> int | None:
-        """Returns the step of what workers have; None, as with plain ddp, where an optimizer was broken off."""
+        """Returns the step of the workers' state; None, as with plain ddp, if an optimizer step was interrupted."""
         content = saved[KEY]
         workers = [(held["weights"], momentum) for held, momentum in own_of(content)]
         known = [*enumerate(self.states), *((step + 1, state) for step, state in enumerate(self.stepped))]
         found: list[tuple[int, LocalState]] = []
         if self.case.worker_state == "small":
             if workers:
-                problems.append(f"{name} has what was not asked for")
-            # An exchange leaves the mean what it is.
+                problems.append(f"{name} has the state of workers, which nobody requested")
+            # An exchange does not change the mean.
             found = [entry for entry in known if same(saved["state_dict"], entry[1].mean)]
         elif len(workers) != self.case.num_workers:
-            problems.append(f"{name}: what {len(workers)} workers have")
+            problems.append(f"{name} has the state of {len(workers)} workers")
         else:
             mean = LocalState({}, [weights for weights, _ in workers], []).mean
             if not same(saved["state_dict"], mean):
-                problems.append(f"{name}: the weights are not the mean of the workers'")
+                problems.append(f"{name}: the weights are not the mean of all workers")
             for entry in known:
                 pairs = zip(workers, entry[1].weights, entry[1].momentum, strict=True)
                 if all(same(own[0], weights) and same(own[1], momentum) for own, weights, momentum in pairs):
                     found = [entry]
         anchors = [state.anchor for _, state in found] or [state.anchor for state in self.states]
         if not any(same(content["shared"]["anchor"], anchor) for anchor in anchors):
-            problems.append(f"{name}: not the anchor of the weights' step")
+            problems.append(f"{name}: the anchor belongs to another step than the weights")
         return found[0][0] if found else None
 
     def start(self, saved: dict[str, Any]) -> Any:
@@ -346,7 +346,7 @@ class LocalJudge(Judge):
     def check_end(self, result: dict[str, Any], rank: int, expected: Any, what: str) -> list[str]:
         problems = []
         if not same(result["weights"], expected.mean):
-            problems.append(f"{what}: weights at the end are not the mean of the simulation's")
+            problems.append(f"{what}: final weights differ from the simulated mean")
         if not same(result["residuals"], expected.anchor):
-            problems.append(f"{what}: the anchor at the end is not the simulation's")
+            problems.append(f"{what}: the final anchor differs from the simulation")
         return problems

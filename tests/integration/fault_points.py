@@ -1,4 +1,4 @@
-"""Where in a training a fault can strike: the package's functions and collectives, told of before and after each."""
+"""Points of a training at which a fault can strike: before and after functions and collectives of the package."""
 
 import functools
 import os
@@ -75,14 +75,14 @@ PARTS: list[tuple[Any, str]] = [
     (torch_io, "_atomic_save"),
 ]
 SAVES = {2: "save 1", 4: "save 2"}
-"""The windows in which a training of six steps saves, by the step before them."""
+"""The windows in which a training of six steps saves, by the number of completed steps."""
 AFTERWARDS = "afterwards"
-"""From the moment that a fault strikes, as while a checkpoint is saved because of it, to the next batch."""
+"""The window from a fault to the next batch, which includes the checkpoint saved because of the fault."""
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """The k-th time that a worker comes by a name in a window."""
+    """The moment when a worker reaches a name in a window for the k-th time, counted from 0."""
 
     window: str
     name: str
@@ -94,12 +94,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes which workers, and where.
+    """An exception or a signal at a point of some workers.
 
     Args:
         way: ``"raise"``, ``"SIGUSR1"``, ``"SIGINT"`` or ``"SIGKILL"``.
-        points: by rank; None for a worker that is not struck.
-        then: a second fault, which strikes once the first has.
+        points: by rank; None for a worker without a fault.
+        then: a second fault, which strikes after the first.
     """
 
     way: str
@@ -107,7 +107,7 @@ class Fault:
     then: "Fault | None" = None
 
     def strokes(self, rank: int) -> list[tuple[str, Point]]:
-        """Returns what strikes this worker, in order."""
+        """Returns the way and point of each fault of this worker, in order."""
         point, later = self.points[rank], [] if self.then is None else self.then.strokes(rank)
         return later if point is None else [(self.way, point), *later]
 
@@ -127,12 +127,12 @@ class Fault:
 
 
 class Injected(RuntimeError):
-    """A worker's own error."""
+    """The error that a fault of the way ``"raise"`` raises."""
 
 
 @dataclass
 class Injector:
-    """Lets faults strike this worker, each once, and notes all points that it comes by."""
+    """Injects each fault of this worker once, and records all points that the worker reaches."""
 
     strokes: list[tuple[str, Point]]
     log: Path
@@ -140,7 +140,7 @@ class Injector:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     trace: list[Point] = field(default_factory=list)
 
-    def tell(self, name: str) -> None:
+    def reach(self, name: str) -> None:
         here = Point(self.window, name, self.counts[self.window, name])
         self.counts[self.window, name] += 1
         self.trace.append(here)
@@ -156,9 +156,9 @@ class Injector:
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def notifying(*args: Any, **kwargs: Any) -> Any:
-            self.tell(f"before {name}")
+            self.reach(f"before {name}")
             result = function(*args, **kwargs)
-            self.tell(f"after {name}")
+            self.reach(f"after {name}")
             return result
 
         return notifying
@@ -168,7 +168,7 @@ class Injector:
 
         @functools.wraps(function)
         def of_the_package(*args: Any, **kwargs: Any) -> Any:
-            # Lightning and DDP issue some of their own.
+            # Collectives of Lightning and DDP are no points.
             caller = sys._getframe(1).f_globals.get("__name__", "")
             return (notifying if caller.startswith("lightning_sparse") else function)(*args, **kwargs)
 
@@ -176,7 +176,7 @@ class Injector:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Replaces functions of the package and of torch by such that tell."""
+        """Wraps functions of the package and of torch, so that their calls become points."""
         injector = self
 
         class Store(save_barrier.PrefixStore):
@@ -187,7 +187,7 @@ class Injector:
                 return injector.around("store.add", super().add)(key, amount)
 
             def check(self, keys: list[str]) -> bool:
-                injector.tell("before store.check")
+                injector.reach("before store.check")
                 return super().check(keys)
 
         with ExitStack() as stack:
@@ -198,51 +198,51 @@ class Injector:
                 stack.enter_context(patch.object(dist, name, self.collective(name, getattr(dist, name))))
             stack.enter_context(patch.object(os, "replace", self.collective("os.replace", os.replace)))
             stack.enter_context(patch.object(save_barrier, "PrefixStore", Store))
-            stack.enter_context(patch.object(signal_connector, "call", lambda command: 0))  # there is no scontrol
+            stack.enter_context(patch.object(signal_connector, "call", lambda command: 0))  # scontrol is missing here
             yield
 
 
 class _Pickled(OrderedDict):
-    """Something in a checkpoint that tells when it is written, and is read as an empty OrderedDict."""
+    """A checkpoint entry whose pickling is a point; unpickles as an empty OrderedDict."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, reach: Callable[[str], None]) -> None:
         super().__init__()
-        self.tell = tell
+        self.reach = reach
 
     def __reduce__(self) -> Any:
-        self.tell("while written")
+        self.reach("while written")
         return OrderedDict, ()
 
 
 class Watcher(Callback):
-    """Says in which window a training is, tells of callbacks, and saves after the second and the fourth step."""
+    """Sets the window, makes callbacks points, and saves after the second and the fourth step."""
 
     def __init__(self, injector: Injector, folder: Path) -> None:
         self.injector, self.path = injector, folder / "regular.ckpt"
         for name in ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
-            setattr(self, name, lambda *_, name=name: injector.tell(name))
+            setattr(self, name, lambda *_, name=name: injector.reach(name))
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         state = getattr(trainer.strategy, "state", None)
         if state is not None:
-            state.subscribe(lambda stats: self.injector.tell("futures are complete"))
+            state.subscribe(lambda stats: self.injector.reach("futures are complete"))
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.injector.window = f"step {trainer.global_step}"
-        self.injector.tell("on_train_batch_start")
+        self.injector.reach("on_train_batch_start")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.injector.tell("on_save_checkpoint")
-        checkpoint["told"] = _Pickled(self.injector.tell)
+        self.injector.reach("on_save_checkpoint")
+        checkpoint["point"] = _Pickled(self.injector.reach)  # the point "while written"; no reader needs the entry
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.injector.tell("on_train_batch_end")
+        self.injector.reach("on_train_batch_end")
         if trainer.global_step in SAVES:
             self.injector.window = SAVES[trainer.global_step]
-            self.injector.tell("before save_checkpoint")
+            self.injector.reach("before save_checkpoint")
             trainer.save_checkpoint(self.path)
-            self.injector.tell("after save_checkpoint")
+            self.injector.reach("after save_checkpoint")
 
     def on_train_end(self, *_: Any) -> None:
         self.injector.window = "end"
-        self.injector.tell("on_train_end")
+        self.injector.reach("on_train_end")

@@ -1,7 +1,7 @@
-"""A training whose every number is exact, by Lightning and in plain tensors: what a file holds can be told to the bit.
+"""A training without rounding, in Lightning and in plain tensors, so that files can be compared bit by bit.
 
-Gradients, and so sums and residuals, are multiples of 3/16 that float32 holds exactly: no order of additions and no
-division by two or three workers rounds. They depend on the worker, on the step and on the sign of each weight.
+Gradients, sums and residuals are multiples of 3/16, which float32 represents exactly. No order of additions and no
+division by two or three workers rounds. Gradients depend on the worker, on the step and on the sign of each weight.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 UNIT = 3 / 16
 SIZES = {"first": 700, "middle": 1500, "last": 1100}
-"""With SMALL_BUCKETS_MB every one is a bucket of its own."""
+"""Number of elements by parameter; SMALL_BUCKETS_MB puts each parameter into a separate bucket."""
 RATE, MOMENTUM = 0.5, 0.5
 Layers = dict[str, Tensor]
 
@@ -25,7 +25,7 @@ def first_weights() -> Layers:
 
 
 def slopes(rank: int, step: int) -> Layers:
-    """The part of a gradient that does not depend on the weights."""
+    """Returns the part of a gradient that does not depend on the weights."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return {name: UNIT * torch.randint(-6, 7, (size,), generator=generator) for name, size in SIZES.items()}
 
@@ -35,7 +35,7 @@ def slopes(rank: int, step: int) -> Layers:
 
 @dataclass
 class State:
-    """All numbers of a training after some optimizer steps."""
+    """The state of a training after some optimizer steps."""
 
     weights: Layers
     momentum: Layers
@@ -46,7 +46,7 @@ class State:
         return cls(first_weights(), zeros(), [zeros()] * num_workers)
 
     def after(self, step: int, threshold: float) -> "State":
-        """Returns the state after a step in which each worker sends what reaches the threshold."""
+        """Returns the state after a step in which each worker sends values that reach the threshold."""
         num_workers = len(self.residuals)
         weights, momentum, residuals = zeros(), zeros(), [zeros() for _ in range(num_workers)]
         for name, weight in self.weights.items():
@@ -63,7 +63,7 @@ class State:
 
 @dataclass
 class LocalState:
-    """All numbers of local training after some optimizer steps, in float64, exact for two workers."""
+    """The state of local training after some optimizer steps, in float64; exact for two workers."""
 
     anchor: Layers
     weights: list[Layers]
@@ -117,11 +117,11 @@ def simulate(state: Any, steps: range, threshold: float) -> list[Any]:
 
 
 class Exact(LightningModule):
-    """The same training; tells where it is."""
+    """The Lightning module of this training, which reports the points that it reaches."""
 
-    def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(self, reach: Callable[[str], None] = lambda name: None) -> None:
         super().__init__()
-        self.tell = tell
+        self.reach = reach
         for name, weight in first_weights().items():
             self.register_parameter(name, nn.Parameter(weight))
 
@@ -130,25 +130,25 @@ class Exact(LightningModule):
         for name in SIZES:
             weight = getattr(self, name)
             total = total + (weight * slope[name]).sum() + UNIT * weight.abs().sum()
-            total.register_hook(lambda _: self.tell("backward"))
-            self.tell("forward")
+            total.register_hook(lambda _: self.reach("backward"))
+            self.reach("forward")
         return total
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.tell("training_step begins")
+        self.reach("training_step begins")
         loss = self(slopes(self.trainer.global_rank, self.trainer.global_step))
-        self.tell("training_step ends")
+        self.reach("training_step ends")
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OneByOne(self.parameters(), self.tell)
+        return OneByOne(self.parameters(), self.reach)
 
 
 class ByHand(Exact):
-    """The same in manual optimization."""
+    """The module of this training in manual optimization."""
 
-    def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
-        super().__init__(tell)
+    def __init__(self, reach: Callable[[str], None] = lambda name: None) -> None:
+        super().__init__(reach)
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -156,31 +156,31 @@ class ByHand(Exact):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
-        self.tell("between backward and step")
+        self.reach("between backward and step")
         optimizer.step()
-        self.tell("after the step")
+        self.reach("after the step")
 
 
 class OneByOne(torch.optim.Optimizer):
-    """SGD with momentum that tells between one parameter and the next."""
+    """SGD with momentum and a point after each parameter."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter], tell: Callable[[str], None]) -> None:
+    def __init__(self, parameters: Iterator[nn.Parameter], reach: Callable[[str], None]) -> None:
         super().__init__(parameters, {"lr": RATE})
-        self.tell = tell
+        self.reach = reach
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self.tell("optimizer begins")
+        self.reach("optimizer begins")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.tell("optimizer has a gradient")
+        self.reach("optimizer has a gradient")
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
             state.setdefault("momentum", torch.zeros_like(parameter)).mul_(MOMENTUM).add_(parameter.grad)
             parameter.sub_(RATE * state["momentum"])
-            self.tell("optimizer changed a weight")
+            self.reach("optimizer changed a weight")
         return loss

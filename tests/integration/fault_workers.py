@@ -1,4 +1,4 @@
-"""A training that can be struck: how it is set up, in worker processes of its own, and resumed."""
+"""Sets up, interrupts and resumes a training in separate worker processes."""
 
 import json
 import os
@@ -32,23 +32,23 @@ LOCAL_THRESHOLD = 0.6
 STEPS, RESUMED_STEPS = 6, 9
 GROUP_TIMEOUT, PATIENCE, PATIENCE_IN_TROUBLE = 8.0, 5.0, 2.5
 HANG = 45.0
-"""Seconds after which workers count as hanging: several timeouts may follow each other, Lightning's barriers too."""
+"""Seconds after which workers count as hanging; several timeouts may add up, also those of Lightning's barriers."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How is trained.
+    """The configuration of a training.
 
     Args:
-        route: the strategy's exchange; ``"ddp"`` is Lightning's own strategy, ``"local"`` local training.
-        num_workers: n.
-        hosts: how many of them, for the hierarchical route.
-        worker_state: the strategy's.
-        own_select: whether the sparsifier is a user's own, for which compensating and selecting are apart.
-        manual: whether the module optimizes by itself, and so steps after the backward, not around it.
-        saver: what saves on an exception: ``"on_exception"`` or ``"model_checkpoint"``.
-        together: whether payloads of several buckets travel in one message, as so small ones do. Else in one each,
-            which are more points at which something may strike.
+        route: exchange of the strategy; ``"ddp"`` is Lightning's own strategy, ``"local"`` local training.
+        num_workers: number of worker processes.
+        hosts: number of simulated hosts, for the hierarchical route.
+        worker_state: option of the strategy.
+        own_select: whether the sparsifier is custom, so that compensating and selecting are separate calls.
+        manual: whether the module uses manual optimization, and so steps after the backward instead of around it.
+        saver: callback that saves on an exception: ``"on_exception"`` or ``"model_checkpoint"``.
+        together: whether one message holds the payloads of several buckets, as is usual for small payloads.
+            Otherwise each bucket has its own message, which gives more points for faults.
     """
 
     route: str = "gather"
@@ -78,14 +78,14 @@ class Case:
 
 
 class OwnSelect(HardThreshold):
-    """Selects the same, but is asked for it."""
+    """Selects the same coordinates through ``select``, as custom sparsifiers do."""
 
     def select(self, compensated: torch.Tensor, layout: LayerLayout) -> Selection:
         indices = (compensated.abs() >= THRESHOLD).nonzero().squeeze(1)
         return Selection(indices, compensated[indices])
 
 
-# In a worker.
+# Runs in a worker.
 
 
 def fit(
@@ -96,7 +96,7 @@ def fit(
     ckpt_path: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Trains with torchrun's and SLURM's environment variables set; returns what there is in the end."""
+    """Trains with the environment variables of torchrun and SLURM; returns the final state."""
     if not case.together:
         gather.FULL_BYTES = 0
     common = {"timeout": timedelta(seconds=GROUP_TIMEOUT), "bucket_cap_mb": SMALL_BUCKETS_MB}
@@ -130,10 +130,10 @@ def fit(
         use_distributed_sampler=False,
         gradient_clip_val=None,
     )
-    model = (ByHand if case.manual else Exact)(injector.tell)
+    model = (ByHand if case.manual else Exact)(injector.reach)
     if case.is_local:
         model = model.double()
-    # Gradients follow from the worker and the step, whatever a batch is.
+    # Gradients depend on the worker and the step, not on the batch.
     trainer.fit(model, range(1_000_000), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
     state: Any = getattr(strategy, "state", None)
     residuals = {}
@@ -157,7 +157,7 @@ def _be_a_worker(case: Case, folder: str, function: Callable[..., None], args: A
         "SLURM_JOB_NAME": "training",
         "GROUP_RANK": str(rank * case.hosts // case.num_workers),
     }
-    tempfile.tempdir = folder  # where Lightning begins a file, which a kill leaves there
+    tempfile.tempdir = folder  # a kill leaves the temporary file of Lightning in this folder
     saving.PATIENCE, saving.PATIENCE_IN_TROUBLE = PATIENCE, PATIENCE_IN_TROUBLE
     function(rank, case, Path(folder), *args)
 
@@ -168,8 +168,8 @@ def train(rank: int, case: Case, folder: Path, fault: Fault) -> None:
         try:
             result = fit(case, folder, injector, STEPS)
             torch.save(result, folder / f"result of {rank}")
-            # A process of a fork server leaves without it.
-            injector.tell("before the process ends")
+            # The last point, because a process of a fork server skips the exit of the interpreter.
+            injector.reach("before the process ends")
         finally:
             (folder / f"trace of {rank}").write_text(json.dumps([vars(point) for point in injector.trace]))
 
@@ -183,7 +183,7 @@ def save_all(rank: int, case: Case, folder: Path) -> None:
 
 def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
     for number, path in enumerate(paths):
-        # Lightning finds the newest of these by itself.
+        # Lightning finds the newest hpc_ckpt file itself.
         number_of = {file: int(file.stem.rpartition("_")[2]) for file in Path(path).parent.glob("hpc_ckpt_*.ckpt")}
         ckpt_path = "hpc" if Path(path) == max(number_of, key=number_of.__getitem__, default=None) else path
         messages: list[str] = []
@@ -193,13 +193,13 @@ def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
         torch.save(result | {"warnings": messages}, folder / f"{number} of {rank}")
 
 
-# Who watches them.
+# Runs in the test process.
 
 
 def run(
     case: Case, folder: Path, function: Callable[..., None], *args: Any, limit: float = HANG
 ) -> tuple[float, list[int | None]]:
-    """Runs a function in every worker; returns the seconds and exit codes, None for workers that had to be killed."""
+    """Runs a function in every worker; returns the seconds and the exit codes, None for killed workers."""
     started = time.monotonic()
     with workers(case.num_workers, folder, _be_a_worker, case, str(folder), function, args) as running:
         for process in running.processes:
@@ -208,7 +208,7 @@ def run(
 
 
 def trace(case: Case) -> list[list[Point]]:
-    """Returns all points that each worker passes."""
+    """Returns all points that each worker reaches."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _, exit_codes = run(case, folder, train, Fault("none", (None,) * case.num_workers))

@@ -1,4 +1,4 @@
-"""A small network that FSDP2 shards, in a LightningModule, and what it trains on."""
+"""Small LightningModules that FSDP2 shards, their data, and functions that train them."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ GRADIENTS, DRIFTS = HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
 
 
 def build_network(width: int = 9) -> nn.Sequential:
-    """Returns layers of which two ranks have uneven shards, the second rank none of the last."""
+    """Returns layers with uneven shards on two ranks; the second rank has no shard of the last layer."""
     generator = torch.Generator().manual_seed(3)
     network = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 7, bias=False), nn.Tanh(), nn.Linear(7, 1))
     with torch.no_grad():
@@ -42,7 +42,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Sharded(LightningModule):
-    """Shards its network over the ranks of a replica, or over all in torch's own way; not at all without a mesh."""
+    """Shards its network over the ranks of a replica, or as torch's HSDP does; without a mesh, shards nothing."""
 
     policy = MixedPrecisionPolicy()
 
@@ -89,7 +89,7 @@ class WithAdam(Sharded):
 
 
 class Manual(Sharded):
-    """Steps by hand, with Lightning's optimizer or torch's own."""
+    """Steps in manual optimization, with Lightning's optimizer or the raw torch optimizer."""
 
     def __init__(self, *, native: bool = False, uses_raw: bool = False, uses_closure: bool = False) -> None:
         super().__init__(native=native)
@@ -114,7 +114,7 @@ class Manual(Sharded):
 
 
 class Stateless(Manual):
-    """Has an optimizer without a state, and no gradients left after a step."""
+    """Has an optimizer without state, and drops its gradients after each step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         super().training_step(batch, batch_idx)
@@ -125,7 +125,7 @@ class Stateless(Manual):
 
 
 class Unfreezing(Sharded):
-    """Trains its first layer from the fourth step on, also in a process that has just begun."""
+    """Trains its first layer from the fourth step on, also after a resume."""
 
     first_step = 3
 
@@ -138,12 +138,12 @@ class Unfreezing(Sharded):
 
 
 class Tensors(Sharded):
-    """Shares the tensors of its first two layers between two ranks, and shards over what is left of a replica."""
+    """Splits two layers by tensor parallelism, and shards all layers over the data-parallel ranks of a replica."""
 
     def configure_model(self) -> None:
         if self.network is not None:
             return
-        self.network = build_network(8)  # torch shares a layer of 9 unevenly, and then not at all
+        self.network = build_network(8)  # torch does not shard layers of 9, which it splits unevenly
         assert self.device_mesh is not None
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(self.network, self.device_mesh["tensor_parallel"], plan)
@@ -156,7 +156,7 @@ class TensorsWithAdam(Tensors, WithAdam):
 
 
 class Numbers(Callback):
-    """Keeps the numbers of all exchanges, and whether the weights were finite after each batch."""
+    """Records the statistics of all exchanges, and whether weights were finite after each batch."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
@@ -176,7 +176,7 @@ def data() -> DataLoader[Any]:
 
 
 def replica_batches(batches_of_ranks: list[list[Any]], ranks: int) -> list[list[Any]]:
-    """What each replica saw in each step, from what its ranks did; ranks of tensor parallelism see the same."""
+    """Returns the batch of each replica in each step, joined from the batches of its data-parallel ranks."""
     return [
         [tuple(map(torch.cat, zip(*step[i : i + ranks], strict=True))) for i in range(0, len(step), ranks)]
         for step in zip(*batches_of_ranks, strict=True)
@@ -184,7 +184,7 @@ def replica_batches(batches_of_ranks: list[list[Any]], ranks: int) -> list[list[
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's whole, by name, the same on all ranks of a replica."""
+    """Returns the full tensor of every parameter by name. Collective in a replica."""
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
@@ -195,9 +195,9 @@ def fit(strategy: Any, model: LightningModule, **options: Any) -> Any:
 
 
 on_ranks = partial(on_workers, process_group=False, new=True)
-"""Makes a test of the body that every rank runs; the ranks have met no other test."""
+"""Turns a function that every rank runs into a test, in new processes."""
 
 
 def run_ranks(function: Any, num_ranks: int, *args: Any) -> list[Any]:
-    """Runs a function on ranks that have met no other test."""
+    """Runs a function on all ranks, in new processes."""
     return run_workers(function, num_ranks, *args, process_group=False, new=True)

@@ -1,4 +1,4 @@
-"""Programs for replicas of shards: each trains so with native HSDP, or says what plain workers would do."""
+"""Training programs for sharded replicas, to be compared with torch's own HSDP."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ class Discarding(Manual):
 
 
 class TwoOptimizers(Manual):
-    """Steps on the first layer and on the others in turn; each backward reaches both."""
+    """Steps on the first layer and on the others in turn; each backward computes all gradients."""
 
     def __init__(self, *, native: bool = False, toggles: bool = False) -> None:
         super().__init__(native=native)
@@ -51,7 +51,7 @@ class TwoOptimizers(Manual):
 
 
 class WithNorm(Sharded):
-    """Has buffers, and a layer that nobody uses."""
+    """Has buffers and an unused layer."""
 
     def configure_model(self) -> None:
         if self.network is None:
@@ -68,7 +68,7 @@ class WithNorm(Sharded):
 
 
 class Checkpointed(Sharded):
-    """Computes activations again in backward."""
+    """Recomputes activations in backward."""
 
     def make_network(self) -> nn.Sequential:
         network = build_network()
@@ -77,7 +77,7 @@ class Checkpointed(Sharded):
 
 
 class Compiled(Sharded):
-    """Its first layer is compiled."""
+    """Has a compiled layer."""
 
     def configure_model(self) -> None:
         is_new = self.network is None
@@ -99,7 +99,7 @@ class HalfPrecision(Sharded):
 
 
 class InHalf(HalfPrecision):
-    """Is in bfloat16."""
+    """Has weights in bfloat16."""
 
     policy = MixedPrecisionPolicy()
 
@@ -111,7 +111,7 @@ class InHalf(HalfPrecision):
 
 
 class KeepingGradients(Manual):
-    """Never drops a gradient: each step's comes on top of all before."""
+    """Never zeroes gradients, so that each step adds to all earlier gradients."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch)
@@ -120,7 +120,7 @@ class KeepingGradients(Manual):
 
 
 class Late(Manual):
-    """Makes its optimizer when training has begun, after a first validation, and tells nobody."""
+    """Creates its optimizer when training starts, after a first validation, unknown to the Trainer."""
 
     def configure_optimizers(self) -> None:
         return None
@@ -136,7 +136,7 @@ class Late(Manual):
 
 
 UNCOUNTED = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 8}
-"""For optimizers of whose steps a Trainer knows nothing."""
+"""Options for optimizers whose steps a Trainer does not count."""
 
 PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
     "plain": (Sharded, {}, 1e-12),
@@ -154,7 +154,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
     "two optimizers": (TwoOptimizers, {}, 1e-12),
     "two optimizers, toggled": (partial(TwoOptimizers, toggles=True), {}, 1e-12),
     "unfrozen later": (Unfreezing, {}, 1e-12),
-    "buffers and what nobody uses": (WithNorm, {}, 1e-12),
+    "buffers and an unused layer": (WithNorm, {}, 1e-12),
     "activation checkpointing": (Checkpointed, {}, 1e-12),
     "a compiled layer": (Compiled, {}, 1e-12),
     "computing in bfloat16": (HalfPrecision, {}, 1e-5),

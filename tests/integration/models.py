@@ -1,4 +1,4 @@
-"""Small LightningModules, their data and what the integration tests record of a run."""
+"""Small LightningModules, their data, and callbacks and functions that record a run."""
 
 import inspect
 import logging
@@ -30,7 +30,7 @@ NOTHING_IS_SENT = 1e9
 WEIGHTS_ONLY: dict[str, Any] = (
     {"weights_only": True} if "weights_only" in inspect.signature(Trainer.fit).parameters else {}
 )
-"""For what loads a checkpoint, in a Lightning that can be asked to load no more than tensors (2.6 and later)."""
+"""Option of functions that load a checkpoint; Lightning before 2.6 lacks it."""
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -45,8 +45,8 @@ def nesterov(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
-class Around(torch.optim.Optimizer):
-    """An optimizer that steps with another one, as Lookahead and its like do."""
+class OptimizerWrapper(torch.optim.Optimizer):
+    """An optimizer that steps with an inner optimizer, as Lookahead does."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -57,7 +57,7 @@ class Around(torch.optim.Optimizer):
 
 
 class Classifier(LightningModule):
-    """Three layers and plain SGD with learning rate 1, so that a weight moves by exactly what was exchanged."""
+    """Three layers and plain SGD with learning rate 1, so that a weight moves by exactly the exchanged value."""
 
     default_optimizer = staticmethod(sgd)
     is_manual = False
@@ -124,10 +124,10 @@ class TwoPlayers(LightningModule):
     """Two networks with an optimizer each, trained in turn as in a GAN.
 
     Args:
-        toggles: whether only the player that is trained requires gradients.
-        zeroes_first: whether a player's last gradient stays around while the other is trained.
-        set_to_none: how gradients are zeroed.
-        reaches_both: whether the judge's loss has gradients for the generator.
+        toggles: whether only the player in training requires gradients.
+        zeroes_first: whether to zero gradients before a backward; otherwise after a step.
+        set_to_none: argument of ``zero_grad``.
+        reaches_both: whether the loss of the judge has gradients for the generator.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class TwoPlayers(LightningModule):
 
 
 class Recorder(Callback):
-    """Keeps what can be seen of the exchange while the strategy is still set up."""
+    """Records hooks, weights, residuals and exchanges before teardown."""
 
     def __init__(self) -> None:
         self.comm_hooks: list[str | None] = []
@@ -195,15 +195,15 @@ class Recorder(Callback):
 
 
 def data(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
-    """The same samples everywhere; Lightning gives each worker every n-th of them."""
+    """Returns equal samples on all workers; Lightning gives each worker every n-th of them."""
     generator = torch.Generator().manual_seed(11)
     inputs = torch.randn(num_samples, 8, generator=generator)
     labels = torch.randint(0, 3, (num_samples,), generator=generator)
     return DataLoader(TensorDataset(inputs, labels), batch_size)
 
 
-def forgets_a_search() -> str | None:
-    """Returns None where training begins with the first batch after a search for a learning rate, or why not."""
+def search_restriction() -> str | None:
+    """Returns None if training restarts at the first batch after a learning rate search, or why not."""
     if RequirementCache("lightning>=2.5.3"):
         return None
     return "Lightning before 2.5.3 goes on in the middle of an epoch after a search for a learning rate"
@@ -211,11 +211,11 @@ def forgets_a_search() -> str | None:
 
 @contextmanager
 def messages_of(messages: list[str]) -> Iterator[None]:
-    """Within it a list collects what ``rank_zero_info`` says."""
+    """Appends the messages of ``rank_zero_info`` to a list."""
 
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    loggers = [logging.getLogger(name) for name in ("lightning.fabric", "lightning.pytorch")]  # one or the other
+    loggers = [logging.getLogger(name) for name in ("lightning.fabric", "lightning.pytorch")]  # depends on its version
     for logger in loggers:
         logger.addHandler(handler)
     try:
@@ -227,7 +227,7 @@ def messages_of(messages: list[str]) -> Iterator[None]:
 
 @contextmanager
 def warnings_of(messages: list[str], words: str = "") -> Iterator[None]:
-    """Within it a list collects the warnings that have these words."""
+    """Appends the warnings that contain these words to a list."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -243,7 +243,7 @@ QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", 
 
 
 def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: int = 3, **options: Any) -> Trainer:
-    """Returns a Trainer that trains and saves what its callbacks save, on the workers of the test by default."""
+    """Returns a Trainer without loggers and progress bar, on the workers of the test by default."""
     if NUM_WORKERS in os.environ:
         os.environ["WORLD_SIZE"] = os.environ[NUM_WORKERS]
     num_workers = num_workers or world_size()
@@ -263,7 +263,7 @@ def clones(named_tensors: Any) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """The gradient of one loss by parameter name, flat, with no DDP in sight."""
+    """Returns the flat gradient of a loss by parameter name, computed without DDP."""
     model.zero_grad()
     loss().backward()
     return {
@@ -273,7 +273,7 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
 
 
 def assert_equal(actual: Any, expected: Any, what: str = "") -> None:
-    """Compares tensors, or nests of them, to the last bit; ``what`` begins the message."""
+    """Compares nested tensors to the last bit; ``what`` starts the message."""
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}" if what else text
     )
@@ -282,7 +282,7 @@ def assert_equal(actual: Any, expected: Any, what: str = "") -> None:
 class ScaledPrecision(MixedPrecision):
     """Scales the loss and computes in float32.
 
-    On a CPU Lightning turns 16-mixed into bf16-mixed, which has no scaler; a plugin with one of its own keeps it.
+    On a CPU Lightning replaces 16-mixed by bf16-mixed, which has no scaler. A plugin keeps its own scaler.
     """
 
     def autocast_context_manager(self) -> torch.autocast:

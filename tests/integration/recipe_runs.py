@@ -48,7 +48,7 @@ def needs_data(name: str) -> pytest.MarkDecorator:
 
 @dataclass
 class Fit:
-    """The end of a recipe's training on one worker.
+    """The result of training a recipe, on one worker.
 
     Attributes:
         exchanged: the last step of the sparse exchange, None under plain DDP.
@@ -64,7 +64,7 @@ class Fit:
 
 
 def fit_recipe(*arguments: str) -> Fit | str | int:
-    """Train a recipe; return how it ended, or the exit code or message if it ended before training."""
+    """Train a recipe; return the result, or the exit code or message if it exits early."""
     sys.argv = ["recipes", "fit", *arguments]
     try:
         trainer = main().trainer
@@ -89,7 +89,7 @@ def refuse_to_fetch(url: str, path: Path, **_: Any) -> None:
 
 
 def fit_without_network(folder: str, root: str) -> Fit | str | int:
-    """Train a dense recipe with the files below a root, in which RANK stands for the rank, and without a network."""
+    """Train a dense recipe on the files below a root, without a network; RANK in the root means the rank."""
     root = root.replace("RANK", os.environ["RANK"])
     source = {RESNET: "cifar10", NCF: "movielens", LSTM: "wikitext2"}[folder]
     with pytest.MonkeyPatch.context() as patches:

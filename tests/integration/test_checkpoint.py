@@ -1,4 +1,4 @@
-"""A run that stops and resumes equals one that went on; another number of workers keeps the pending update."""
+"""A resumed run equals an uninterrupted run; another number of workers keeps the pending update."""
 
 import os
 from functools import partial
@@ -40,7 +40,7 @@ STOP, END = 7, 16
 
 
 class ResumableData:
-    """Batches without end, one of them a worker's, that say how far they are and continue from there."""
+    """Endless batches that differ between workers; saves and restores its position."""
 
     def __init__(self, batches_per_epoch: int) -> None:
         self.batches_per_epoch = batches_per_epoch
@@ -67,20 +67,20 @@ class ResumableData:
 
 
 class SaveAt(Callback):
-    """Writes a checkpoint after a step, as a user's own callback would."""
+    """Writes a checkpoint after a step, as a custom callback would."""
 
     def __init__(self, step: int, path: str) -> None:
         self.step, self.path, self.is_done = step, path, False
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        # Every worker saves or none: whether the file exists is not the same for all at one time.
+        # The condition must be equal on all workers, so it cannot depend on whether the file exists.
         if trainer.global_step == self.step and not self.is_done:
             self.is_done = True
             trainer.save_checkpoint(self.path)
 
 
 class WithSchedule(Classifier):
-    """A learning rate that falls from the last step before the stop to the first after it."""
+    """Has a learning rate that falls between the last step before the stop and the next step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
@@ -149,7 +149,7 @@ def make_strategy(case: dict[str, Any], **options: Any) -> SparseDDPStrategy | S
 
 
 class End(Callback):
-    """Notes what a worker has after its last step; when training ends all take the mean of drifting weights."""
+    """Records the state of a worker after its last step, before the end of training averages drifting weights."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -231,12 +231,12 @@ def residuals_in(path: Path) -> Any:
 
 
 def pending(residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """(1/n) Σ e_i."""
+    """Returns the pending update (1/n) Σ e_i."""
     return {name: sum(residual[name].double() for residual in residuals) / len(residuals) for name in residuals[0]}
 
 
 class Start(Callback):
-    """Notes the weights and tensors that a worker starts from."""
+    """Records the weights and tensors at the start of a worker."""
 
     seen: dict[str, Any] | None = None
 
@@ -322,7 +322,7 @@ def test_a_small_checkpoint_has_a_single_residual_and_a_full_checkpoint_n(tmp_pa
 
 
 class Renamed(Classifier):
-    """The middle layer has another name, the last another size, and there is a new one."""
+    """Has another name for the middle layer, another last layer, and a new layer."""
 
     def __init__(self) -> None:
         super().__init__(nesterov)
@@ -335,7 +335,7 @@ class Renamed(Classifier):
 
 
 def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Resumes another model: its weights and optimizer begin anew, residuals are matched by name."""
+    """Restores only the residuals, by name, into another model."""
     content = torch.load(path, weights_only=True)["lightning_sparse"]
     messages = []
 

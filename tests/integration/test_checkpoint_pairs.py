@@ -1,4 +1,4 @@
-"""Resumes the checkpoint of every strategy with every strategy: residuals stay, or a message names their norm."""
+"""Resumes every strategy from every strategy's checkpoint: keeps residuals or names the lost norm."""
 
 import os
 import re
@@ -56,11 +56,11 @@ READERS = [name for name in STRATEGIES if name != "plain ddp"]
 OF_DRIFTS = {name for name in READERS if name.startswith("local")}
 FAMILIES = {"gradients": {*READERS} - OF_DRIFTS, "drifts": OF_DRIFTS}
 NOTHING_UNSENT = {"local", "local_hsdp file"}
-"""These keep unsent drifts in the weights of each worker, whose mean is in the file."""
+"""Strategies that keep unsent drifts in the weights of each worker; the file holds the mean weights."""
 
 
 def notes_unsent(squares: list[float]) -> Callback:
-    """Returns a callback that adds the squared norms of unsent values of this process's workers at the start."""
+    """Returns a callback that appends the squared norm of unsent values of each worker of this process."""
 
     def note(trainer: Any, _: Any) -> None:
         for state in getattr(getattr(trainer.strategy, "workers", None), "each", [trainer.strategy.state]):

@@ -1,4 +1,4 @@
-"""Checkpoints on every way that Lightning has for them: callbacks, command line, other strategies, a later write."""
+"""Checkpoints through callbacks, the command line, other strategies and asynchronous writes."""
 
 import copy
 import time
@@ -65,7 +65,7 @@ def test_checkpoints_are_exchanged_with_plain_ddp(name: str, kind: str, tmp_path
 
 
 class SlowCheckpointIO(TorchCheckpointIO):
-    """Begins to write only when training has gone on by some steps."""
+    """Writes a checkpoint four steps after the request."""
 
     def __init__(self, trainer: list[Trainer]) -> None:
         self.trainer = trainer
@@ -119,11 +119,11 @@ def test_later_steps_do_not_change_the_collected_state() -> None:
     model = DistributedDataParallel(Classifier())
     state = register_comm_hook(model, HardThreshold(threshold=0.02))
     (inputs, labels), *_ = ResumableData(1)
-    for _ in range(2):  # after the first step DDP lays its buckets out anew, and residuals move to other memory
+    for _ in range(2):  # after the first step DDP rebuilds its buckets, which moves residuals in memory
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
     content = collect_together(state, "full", None)
-    workers = content["workers"] if content is not None else []  # the first worker has it
+    workers = content["workers"] if content is not None else []  # only rank 0 has it
     before = copy.deepcopy(workers)
     for _ in range(2):
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -142,27 +142,27 @@ def test_gathering_residuals_needs_less_memory_than_the_residuals_of_a_worker(ki
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     state = register_comm_hook(model, HardThreshold(threshold=0.02))
     state.residuals.load_state_dict({f"layers.{index}": torch.ones(MILLION) for index in range(25)})
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("VmHWM")
     content = collect_together(state, kind, None)
-    grown = memory("VmHWM") - before
-    of_workers = [] if content is None else content["workers"]
-    held = sum(tensor.nbytes for worker in of_workers for tensor in worker["residual"].values())
-    of_one_worker = 25 * 4 * MILLION + 4 * 6  # and zeros for the model's own parameters
-    assert held == (copies * of_one_worker if dist.get_rank() == 0 else 0)
-    # Messages of 64 MiB, and what a process needs anyway when it first communicates.
-    assert grown - held < 0.85 * of_one_worker
+    growth = memory("VmHWM") - before
+    workers = [] if content is None else content["workers"]
+    held = sum(tensor.nbytes for worker in workers for tensor in worker["residual"].values())
+    residual_bytes = 25 * 4 * MILLION + 4 * 6  # 6 zeros for the parameters of the model
+    assert held == (copies * residual_bytes if dist.get_rank() == 0 else 0)
+    # Leaves room for messages of 64 MiB and for the first communication of a process.
+    assert growth - held < 0.85 * residual_bytes
 
 
 class DataForCli(LightningDataModule):
-    """The same batches, for LightningCLI."""
+    """Provides ResumableData to LightningCLI."""
 
     def train_dataloader(self) -> ResumableData:
         return ResumableData(1000)
 
 
 def _command_line(folder: str, *arguments: str) -> dict[str, Tensor]:
-    """What a user's main.py does, with what a user would type."""
+    """Runs LightningCLI as a script of a user does, with command-line arguments."""
     recorder = Recorder()
     sizes = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.use_distributed_sampler=false"]
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.logger=false"]
@@ -192,7 +192,7 @@ def _command_line(folder: str, *arguments: str) -> dict[str, Tensor]:
 
 
 class CommandLineModel(WithSchedule):
-    """A model that a command line can make."""
+    """A model whose constructor has no arguments, for the command line."""
 
     def __init__(self) -> None:
         super().__init__(nesterov)

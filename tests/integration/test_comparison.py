@@ -26,7 +26,7 @@ VALUES = {"dense": (0.9, 1.0, 1.1), "other": (1.4, 1.5, 1.6), "same": (0.9, 1.0,
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Calls a module's ``main`` with arguments; returns its stdout and stderr."""
+    """Returns a function that calls ``main`` of a module with arguments and returns its stdout and stderr."""
     monkeypatch.chdir(PROJECT)
 
     def call_main(main, *arguments):
@@ -58,12 +58,12 @@ def test_a_comparison_runs_every_variant_once_and_draws_it(tmp_path, call):
     assert dense[2:5:2] == ["100.0 %", "1.0"]
     assert float(sparse[2].split()[0]) < 5
     assert float(sparse[4]) > 5
-    for row, line in zip(rows[2:], tried.splitlines()[2:], strict=True):  # the best of the grid is what is shown
+    for row, line in zip(rows[2:], tried.splitlines()[2:], strict=True):  # the table shows the best of the grid
         assert re.search(r"\*\*(.*)\*\*", line).group(1) == row[1]
 
     again = call(compare.main, *arguments_of_comparison(tmp_path))
     assert again.out == first.out
-    assert again.err == ""  # nothing was run
+    assert again.err == ""  # runs nothing again
     with (tmp_path / "resnet18_cifar10" / "runs.csv").open() as file:
         listed = list(csv.DictReader(file))
     assert [row["variant"] for row in listed] == ["dense", "hard threshold, λ = 1"]
@@ -239,7 +239,7 @@ CHOICE = Choice(None, None)
 
 @pytest.fixture
 def without_training(monkeypatch, tmp_path):
-    """Runs of a recipe that only make their log folder, and the commands of the runs that were made."""
+    """Returns runs of a recipe that only create their log folder, and the list of their commands."""
     made = []
 
     def fit(command):
@@ -284,7 +284,7 @@ def test_files_of_a_killed_comparison_do_not_disturb(without_training, tmp_path)
     orphan.mkdir(parents=True)
     folder = runs.run(variant, CHOICE, 1)
     assert orphan.name not in str(made[0])
-    orphan.mkdir()  # its training goes on, and writes there again
+    orphan.mkdir()  # the training continues and writes to the folder again
     assert runs.run(variant, CHOICE, 1) == folder
     assert len(made) == 1
     assert sorted(file.name for file in folder.iterdir()) == ["arguments.txt", "recipe.yaml"]
@@ -374,6 +374,6 @@ def test_pictures_have_a_line_per_variant_and_labels():
     assert [len(axes.lines) for axes in figure.axes] == [2, 1, 1, 1]
     assert metric.lines[0].get_xydata().tolist() == [[9.0, 2.0], [19.0, 1.0]]
     assert norm.lines[0].get_ydata().tolist() == [3.0] * 200
-    assert total.lines[0].get_ydata()[-1] == pytest.approx(9 * 998)  # of the last five steps the mean
+    assert total.lines[0].get_ydata()[-1] == pytest.approx(9 * 998)  # the mean of the last five steps
     assert density.get_xlabel() == "step"
     assert all(axes.get_ylabel() for axes in figure.axes)

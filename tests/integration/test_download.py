@@ -1,4 +1,4 @@
-"""Fetching a data set's file: whole, resumed, or refused with one line on what to do."""
+"""Fetches a file of a data set: complete, resumed, or rejected with a single line of advice."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ MD5 = hashlib.md5(CONTENT).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves the server's content, with the faults that are set on the server."""
+    """Serves the content of the server, with the faults that its attributes select."""
 
     def do_GET(self):
         server = self.server
@@ -45,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         if server.announce:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        with suppress(ConnectionError):  # a client that has seen enough
+        with suppress(ConnectionError):  # the client may close early
             self.wfile.write(body if server.break_after is None else body[: server.break_after])
 
     def log_message(self, *args):
@@ -118,7 +118,7 @@ class TestAlreadyThere:
 
 
 BROKEN = {
-    # md5, the server's ETag, whether it sends ranges, what it serves later, the range that is asked for then
+    # md5, ETag, whether the server sends ranges, later changes of the server, range of the last request
     "md5": (MD5, None, True, {}, "bytes=300000-"),
     "md5, no ranges": (MD5, None, False, {}, "bytes=300000-"),
     "the same version": (None, '"first"', True, {}, "bytes=300000-"),
@@ -182,7 +182,7 @@ class TestFailure:
     def test_refused_connection(self, path, monkeypatch):
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))  # bound but not listening: nobody else gets the port meanwhile
+            unused.bind(("127.0.0.1", 0))  # bound but not listening, which reserves the port
             self.fails(f"http://127.0.0.1:{unused.getsockname()[1]}/data.bin", path, "Connection refused")
 
     def test_silent_server(self, path, monkeypatch):

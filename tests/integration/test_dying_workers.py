@@ -1,7 +1,7 @@
-"""A worker that dies ends all others, and what the run saved before is enough to go on from.
+"""If a worker dies, the others end, and the run resumes from its last checkpoint.
 
-Workers are processes of their own with torchrun's environment variables and nobody who watches over them, so that what
-ends the others is the exchange itself; where a test is about torchrun, torchrun runs a script.
+Workers are separate processes with torchrun's environment variables but without an agent, so that only the exchange
+can end them. Tests of torchrun run a script with it.
 """
 
 import contextlib
@@ -36,24 +36,24 @@ from tests.workers import run_workers
 
 PROJECT = Path(__file__).parents[2]
 GROUP_TIMEOUT = 15.0
-"""Seconds that the strategy gives the process group, unless a test is about them."""
+"""Default timeout of the process group in seconds."""
 ENDLESS = 1_000_000
 THRESHOLD = 0.5
-"""Sends about a tenth of the coordinates of a Regression a step."""
+"""Sends about a tenth of the coordinates of a Regression per step."""
 KEY = "lightning_sparse"
 
-# What is trained, and dies.
+# The training and its failure.
 
 
 @dataclass
-class Fate:
-    """Where, how and in which step one worker dies; the others only pass.
+class Failure:
+    """The failure of one worker.
 
     Args:
         place: ``"forward"``, ``"backward"``, ``"hook"``, ``"loader"`` or ``"loader process"``.
-        way: ``"kill"``: SIGKILL; ``"raise"``: an exception; ``"stop"``: the process stays but does nothing any more.
-        rank: whose fate it is.
-        step: when, counted from 0.
+        way: ``"kill"``: SIGKILL; ``"raise"``: an exception; ``"stop"``: SIGSTOP, which suspends the process.
+        rank: rank of the worker.
+        step: step of the failure, counted from 0.
     """
 
     place: str = "nowhere"
@@ -63,8 +63,8 @@ class Fate:
     now: int = field(default=-1, init=False)
     times: int = field(default=0, init=False)
 
-    def __deepcopy__(self, memo: Any) -> "Fate":
-        return self  # a run copies its sparsifier, which is to meet the same fate
+    def __deepcopy__(self, memo: Any) -> "Failure":
+        return self  # a run copies its sparsifier, but not the counters of its failure
 
     def __str__(self) -> str:
         return f"{self.way} {self.rank} in {self.place}"
@@ -72,37 +72,37 @@ class Fate:
     def begin(self, step: int) -> None:
         self.now, self.times = step, 0
 
-    def meet(self, place: str, step: int | None = None) -> None:
+    def fail_if_due(self, place: str, step: int | None = None) -> None:
         if (place, int(os.environ["RANK"])) != (self.place, self.rank):
             return
         self.times += 1
         if (self.now if step is None else step) != self.step or (place == "hook" and self.times != 2):
-            return  # in the hook at the second bucket: the first is on its way
-        print(f"<rank {self.rank} meets its fate: {self.way} in {place}>", flush=True)
+            return  # fails at the second bucket, while the first is being exchanged
+        print(f"<rank {self.rank} fails: {self.way} in {place}>", flush=True)
         if self.way == "raise":
             raise RuntimeError("this worker's own error")
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.way])
 
 
 class DyingSparsifier(Sparsifier):
-    """A sparsifier of a user's own: a hard threshold that may fail."""
+    """A custom sparsifier with a hard threshold that may fail."""
 
-    def __init__(self, threshold: float, fate: Fate) -> None:
+    def __init__(self, threshold: float, failure: Failure) -> None:
         self.threshold = threshold
-        self._fate = fate
+        self._failure = failure
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
-        self._fate.meet("hook")
+        self._failure.fail_if_due("hook")
         indices = compensated.abs().lt(self.threshold).logical_not().nonzero().squeeze(1)
         return Selection(indices, compensated[indices])
 
 
 class Regression(LightningModule):
-    """Least squares in two layers side by side, in two buckets."""
+    """Least squares with two parallel layers in two buckets."""
 
-    def __init__(self, fate: Fate | None = None) -> None:
+    def __init__(self, failure: Failure | None = None) -> None:
         super().__init__()
-        self.fate = fate or Fate()
+        self.failure = failure or Failure()
         self.of_inputs = nn.Linear(INPUTS, OUTPUTS)
         self.of_squares = nn.Linear(INPUTS, OUTPUTS, bias=False)
         with torch.no_grad():
@@ -111,12 +111,12 @@ class Regression(LightningModule):
 
     def forward(self, inputs: Tensor) -> Tensor:
         of_squares = self.of_squares(inputs.square() - 1)
-        of_squares.register_hook(lambda _: self.fate.meet("backward"))
+        of_squares.register_hook(lambda _: self.failure.fail_if_due("backward"))
         return self.of_inputs(inputs) + of_squares
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.fate.begin(self.global_step)
-        self.fate.meet("forward")
+        self.failure.begin(self.global_step)
+        self.failure.fail_if_due("forward")
         return F.mse_loss(self(batch[0]), batch[1], reduction="sum") / (2 * len(batch[0]))
 
     def configure_optimizers(self) -> Any:
@@ -127,22 +127,22 @@ INPUTS, OUTPUTS = 16, 80
 
 
 class Batches(Dataset):
-    """As many batches as one likes, each worker's its own."""
+    """An endless data set of batches that differ between workers."""
 
-    def __init__(self, fate: Fate) -> None:
-        self.fate = fate
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: int) -> list[Tensor]:
-        self.fate.meet("loader" if get_worker_info() is None else "loader process", index)
+        self.failure.fail_if_due("loader" if get_worker_info() is None else "loader process", index)
         generator = torch.Generator().manual_seed(10 * index + int(os.environ["RANK"]) + 1)
         return [torch.randn(8, INPUTS, generator=generator), torch.randn(8, OUTPUTS, generator=generator)]
 
 
 class ResumableBatches(ResumableData):
-    """The first of them in every epoch; continues where it stopped."""
+    """The first batches in every epoch; resumes from its position."""
 
     def __init__(self, batches: Batches, batches_per_epoch: int) -> None:
         super().__init__(batches_per_epoch)
@@ -155,19 +155,19 @@ class ResumableBatches(ResumableData):
 def train(
     max_steps: int,
     *,
-    fate: Fate | None = None,
+    failure: Failure | None = None,
     exchange: str = "gather",
     timeout: float = GROUP_TIMEOUT,
     loader_processes: int | None = None,
     callbacks: tuple[Callback, ...] = (),
     resume: str | None = None,
 ) -> dict[str, Any]:
-    """Trains, and returns what there is in the end; without ``loader_processes`` on batches that can be resumed."""
-    fate = fate or Fate()
-    recorder, start = Recorder(), _Start(fate)
+    """Trains and returns the final state; without ``loader_processes``, the loader can resume."""
+    failure = failure or Failure()
+    recorder, start = Recorder(), _Start(failure)
     trainer = quiet_trainer(
         SparseDDPStrategy(
-            DyingSparsifier(THRESHOLD, fate) if fate.place == "hook" else HardThreshold(threshold=THRESHOLD),
+            DyingSparsifier(THRESHOLD, failure) if failure.place == "hook" else HardThreshold(threshold=THRESHOLD),
             exchange=exchange,
             timeout=timedelta(seconds=timeout),
             bucket_cap_mb=SMALL_BUCKETS_MB,
@@ -178,13 +178,13 @@ def train(
         callbacks=[recorder, start, *callbacks],
         use_distributed_sampler=False,
     )
-    batches = Batches(fate)
+    batches = Batches(failure)
     loader: Any = ResumableBatches(batches, batches_per_epoch=5)
     if loader_processes is not None:
-        # Linux's own way to start them; in a process of a fork server it would be another fork server.
+        # The default of Linux; processes of a fork server would default to another fork server.
         context = "fork" if loader_processes else None
         loader = DataLoader(batches, batch_size=None, num_workers=loader_processes, multiprocessing_context=context)
-    model = Regression(fate)
+    model = Regression(failure)
     trainer.fit(model, loader, ckpt_path=resume, **WEIGHTS_ONLY)
     return {
         "start": start.step,
@@ -196,14 +196,14 @@ def train(
 
 
 class _Start(Callback):
-    """The step and the residuals that a run starts from; says how many steps were made where somebody is to die."""
+    """Records the first step and its residuals; prints the number of steps if a worker will fail."""
 
-    def __init__(self, fate: Fate) -> None:
-        self.fate = fate
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if self.fate.place != "nowhere":
-            print(f"<{trainer.global_step} steps made>", flush=True)
+        if self.failure.place != "nowhere":
+            print(f"<{trainer.global_step} steps done>", flush=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
@@ -219,7 +219,7 @@ def read(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-# As in the foreground of a terminal, and with the threads of other workers, for the same bits.
+# SIGINT works as in the foreground of a terminal; one thread gives equal bits as in other workers.
 SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -231,17 +231,17 @@ getattr(test_dying_workers, sys.argv[1])(*sys.argv[2:])
 
 
 def environment() -> dict[str, str]:
-    """For a script that is to find this project, and no settings of a run around the tests."""
+    """Returns variables for a script that imports this project, without those of an enclosing run."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
     path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Else workers of a second life find in the agent's store, which outlives them, where those of the first listened:
-    # with torch 2.15 and Gloo no restart of torchrun's succeeds, with plain torch either.
+    # Without this, restarted workers find addresses of the dead workers in the store of the agent. With torch 2.15 and
+    # Gloo, every restart by torchrun then fails, also without this package.
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @contextlib.contextmanager
 def torchrun(num_workers: int, folder: Path, function: str, *args: str, restarts: int = 0) -> Iterator[Any]:
-    """Starts torchrun in a process group of its own, as a shell does, and leaves no process of it behind."""
+    """Starts torchrun in a separate process group, as a shell does; ends all its processes."""
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(num_workers)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", str(restarts)]
@@ -254,7 +254,7 @@ def torchrun(num_workers: int, folder: Path, function: str, *args: str, restarts
         yield process
     finally:
         if process.poll() is None:
-            process.terminate()  # it ends its workers, which are in sessions of their own
+            process.terminate()  # torchrun ends its workers, which are in separate sessions
             try:
                 process.wait(40)
             except subprocess.TimeoutExpired:
@@ -266,7 +266,7 @@ def torchrun(num_workers: int, folder: Path, function: str, *args: str, restarts
 
 
 def end_of(process: Any, folder: Path) -> tuple[int, str]:
-    """Waits for torchrun to end; returns its exit code and all that was printed."""
+    """Waits for torchrun to end; returns its exit code and its output."""
     try:
         process.wait(HANG)
     except subprocess.TimeoutExpired:
@@ -274,56 +274,54 @@ def end_of(process: Any, folder: Path) -> tuple[int, str]:
     return process.returncode, (folder / "output of torchrun").read_text()
 
 
-# A death ends the others.
+# A failure ends the others.
 
 
-def assert_the_others_end(
-    folder: Path, fate: Fate, exchange: str, within: float, *, loader_processes: int = 0, timeout: float = GROUP_TIMEOUT
-) -> None:
-    """Two of three workers see that the third has died, and end with an error of their own."""
-    options = {"exchange": exchange, "timeout": timeout, "loader_processes": loader_processes}
-    with workers(3, folder, partial(train, ENDLESS, fate=fate, **options)) as started:
-        started.wait_for(fate.rank, lambda: "meets its fate" in started.output(fate.rank), "its fate")
-        others = [rank for rank in range(3) if rank != fate.rank]
+def assert_the_others_end(folder: Path, failure: Failure, within: float, **options: Any) -> None:
+    """Checks that two of three workers notice the failure of the third, and end with their own error."""
+    options = {"loader_processes": 0} | options
+    with workers(3, folder, partial(train, ENDLESS, failure=failure, **options)) as started:
+        started.wait_for(failure.rank, lambda: f"<rank {failure.rank} fails" in started.output(failure.rank), "to fail")
+        others = [rank for rank in range(3) if rank != failure.rank]
         seconds = started.wait(others)
-        if fate.way != "stop":
-            started.wait([fate.rank])
-            killed = fate.way == "kill" and fate.place != "loader process"
-            assert started.processes[fate.rank].exitcode == (-signal.SIGKILL if killed else 1)
+        if failure.way != "stop":
+            started.wait([failure.rank])
+            killed = failure.way == "kill" and failure.place != "loader process"
+            assert started.processes[failure.rank].exitcode == (-signal.SIGKILL if killed else 1)
         for rank in others:
             output = started.output(rank)
-            # 1 is Python's own: an exception that went all the way up. An abort would be -6.
+            # 1 means an uncaught exception; an abort would give -6.
             assert started.processes[rank].exitcode == 1, output
             assert "Traceback (most recent call last)" in output
             assert "RuntimeError: " in output, output
             assert "this worker's own error" not in output
-            assert "<1 steps made>" in output or fate.place == "loader process"
-            assert f"<{fate.step + 1} steps made>" not in output  # a step without the third would be a wrong one
+            assert "<1 steps done>" in output or failure.place == "loader process"
+            assert f"<{failure.step + 1} steps done>" not in output  # a step without the failed worker would be wrong
         assert seconds < within, "\n".join(map(started.output, range(3)))
 
 
 PLACES = ("forward", "backward", "hook", "loader", "loader process")
 DEATHS = [
-    *(("gather", Fate(place, way)) for way in ("kill", "raise") for place in PLACES),
-    *((exchange, Fate(place)) for exchange in ("dense", "reduce_scatter", "auto") for place in ("forward", "hook")),
-    ("gather", Fate("hook", rank=0)),  # the first worker keeps the store at which all meet
+    *(("gather", Failure(place, way)) for way in ("kill", "raise") for place in PLACES),
+    *((exchange, Failure(place)) for exchange in ("dense", "reduce_scatter", "auto") for place in ("forward", "hook")),
+    ("gather", Failure("hook", rank=0)),  # rank 0 serves the store
 ]
 
 
-@pytest.mark.parametrize(("exchange", "fate"), DEATHS, ids=str)
-def test_a_worker_that_dies_ends_the_others(exchange: str, fate: Fate, tmp_path: Path) -> None:
-    processes = int(fate.place == "loader process")
-    assert_the_others_end(tmp_path, fate, exchange, GROUP_TIMEOUT, loader_processes=processes)
+@pytest.mark.parametrize(("exchange", "failure"), DEATHS, ids=str)
+def test_a_worker_that_dies_ends_the_others(exchange: str, failure: Failure, tmp_path: Path) -> None:
+    processes = int(failure.place == "loader process")
+    assert_the_others_end(tmp_path, failure, GROUP_TIMEOUT, exchange=exchange, loader_processes=processes)
 
 
 def die_in_a_script(place: str, way: str) -> None:
-    train(ENDLESS, fate=Fate(place, way))
+    train(ENDLESS, failure=Failure(place, way))
 
 
 @pytest.mark.full
 @pytest.mark.long
 def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> None:
-    # Processes of a fork server leave without taking the interpreter and its process group down; a script does not.
+    # Unlike processes of a fork server, a script finalizes the interpreter and its process group.
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "train.py"), "die_in_a_script", "hook", "raise"]
     with scripts(command, tmp_path, environment()) as processes:
@@ -336,21 +334,21 @@ def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("exchange", ["gather", "dense", "reduce_scatter"])
 def test_a_stopped_worker_ends_the_others_after_the_timeout(exchange: str, tmp_path: Path) -> None:
-    # Nobody closes the connection, so that only the timeout is left. Lightning's own broadcast before each step may
-    # wait for as long once more, and says nothing of it.
+    # Connections stay open, so that only the timeout ends the others. Lightning's broadcast before each step may wait
+    # for a second timeout, without a message.
     timeout = 4.0
-    assert_the_others_end(tmp_path, Fate("hook", "stop"), exchange, 2 * timeout + 10, timeout=timeout)
+    assert_the_others_end(tmp_path, Failure("hook", "stop"), 2 * timeout + 10, exchange=exchange, timeout=timeout)
 
 
-# After a death, resume.
+# Resumes after a failure.
 
 
 def train_and_record(folder: str, max_steps: str, every: str, death: str) -> None:
-    """What torchrun's workers do: go on from the last checkpoint; the second worker dies in its first life."""
+    """Resumes from the last checkpoint; before a restart by torchrun, the second worker dies. Runs in workers."""
     rank = os.environ["RANK"]
     Path(f"{folder}/process of {rank}").write_text(str(os.getpid()))
-    fate = Fate("forward", step=int(death)) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else Fate()
-    result = train(int(max_steps), fate=fate, callbacks=(last_checkpoint(folder, int(every)),), resume="last")
+    failure = Failure("forward", step=int(death)) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else Failure()
+    result = train(int(max_steps), failure=failure, callbacks=(last_checkpoint(folder, int(every)),), resume="last")
     torch.save(result, f"{folder}/result of {rank}")
 
 
@@ -365,7 +363,7 @@ def test_a_run_restarted_by_torchrun_equals_an_uninterrupted_run(tmp_path: Path)
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), "12", "3", "7", restarts=1) as process:
         exit_code, output = end_of(process, tmp_path)
     assert exit_code == 0, output
-    assert output.count("<rank 1 meets its fate: kill in forward>") == 1
+    assert output.count("<rank 1 fails: kill in forward>") == 1
     for expected, found in zip(straight, recorded(tmp_path, 2), strict=True):
         assert (expected["start"], found["start"]) == (0, 6)
         assert_equal(expected["weights"], found["weights"])
@@ -375,9 +373,9 @@ def test_a_run_restarted_by_torchrun_equals_an_uninterrupted_run(tmp_path: Path)
 @pytest.mark.full
 @pytest.mark.long
 def test_fewer_workers_resume_with_the_mean_of_the_residuals(tmp_path: Path) -> None:
-    fate = Fate("forward", step=24)  # and not when an epoch has ended: Lightning 2.5 saves last.ckpt then too
-    with workers(3, tmp_path, partial(train, 40, fate=fate, callbacks=(last_checkpoint(tmp_path, 10),))) as started:
-        started.wait(range(3))
+    failure = Failure("forward", step=24)  # not at the end of an epoch, when Lightning 2.5 saves last.ckpt too
+    with workers(3, tmp_path, partial(train, 40, failure=failure, callbacks=(last_checkpoint(tmp_path, 10),))) as group:
+        group.wait(range(3))
     saved = read(tmp_path / "last.ckpt")
     assert (saved["global_step"], saved[KEY]["world_size"]) == (20, 3)
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), "30", "10", "-1") as process:
@@ -401,7 +399,7 @@ def saved_step(path: Path) -> int:
 
 
 def assert_whole(path: Path, num_workers: int) -> int:
-    """The checkpoint holds every worker's residuals, and a run goes on from it; returns its step."""
+    """Checks that a checkpoint holds the residuals of every worker and that a run resumes; returns its step."""
     saved = read(path)
     step = saved["global_step"]
     assert saved[KEY]["world_size"] == num_workers
@@ -435,18 +433,18 @@ def test_ctrl_c_at_torchrun_ends_it_and_all_workers(tmp_path: Path) -> None:
     assert assert_whole(path, 2) >= 5
 
 
-# A death while a file is written.
+# A death during a write.
 
 WRITTEN_BYTES = 20_000
-"""Of a checkpoint that is several times as large."""
+"""Size at which a write is interrupted, a fraction of a checkpoint."""
 
 
 class DyingWriter(Callback):
-    """Lets the operating system end the first worker, as abruptly as SIGKILL, at byte WRITTEN_BYTES of a file.
+    """Makes the operating system kill rank 0 when a file reaches WRITTEN_BYTES.
 
     Args:
-        step: after which the next file is the last.
-        copies: whether it is to be the copy of a file.
+        step: number of steps after which the limit applies.
+        copies: whether the limit applies only to copies of files.
     """
 
     def __init__(self, step: int, copies: bool) -> None:
@@ -454,7 +452,7 @@ class DyingWriter(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.is_global_zero and trainer.global_step == self.step:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python would make an OSError of it
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python would raise an OSError instead
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if self.copies:
                 sys.addaudithook(lambda event, _: self.limit() if event == "shutil.copyfile" else None)
@@ -483,7 +481,7 @@ def test_a_death_during_a_save_leaves_the_previous_checkpoint(name: str, copies:
     ):
         started.wait(range(2))
         assert [process.exitcode for process in started.processes] == [-signal.SIGXFSZ, 1], started.output(0)
-        if not copies:  # it did die in the middle of the next file, which Lightning writes elsewhere first
+        if not copies:  # died during the next file, which Lightning first writes elsewhere
             assert [path.stat().st_size for path in Path(temporary).iterdir()] == [WRITTEN_BYTES]
     assert copies or [path.name for path in tmp_path.glob("*.ckpt")] == [f"{name}.ckpt"]
     assert assert_whole(tmp_path / f"{name}.ckpt", 2) == 3

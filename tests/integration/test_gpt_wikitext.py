@@ -82,11 +82,11 @@ def fit_builtin(root, steps):
 def test_local_training_learns_a_text_without_a_download(tmp_path):
     first, second = run_workers(fit_builtin, 2, str(tmp_path), 150, process_group=False)
     assert first.strategy is LocalHardThresholdStrategy
-    # 5.3 is the logarithm of the number of words, 1.28 the best that can be reached.
+    # 5.3 is the logarithm of the number of words, 1.28 the lowest possible loss.
     assert first.metrics["val/loss"] == second.metrics["val/loss"] < 2.5
     assert first.exchanged == second.exchanged
     assert 0 < first.exchanged.density < 0.5
-    # What recipes.weights prints of this run, over other windows of the text.
+    # recipes.weights evaluates this run on other windows of the text.
     [shown] = run_workers(validate, 1, tmp_path, ["--trainer.limit_val_batches=40"], process_group=False)
     assert len({tuple(metrics.items()) for metrics in shown.values()}) == 3
     assert all(metrics["val/loss"] == pytest.approx(first.metrics["val/loss"], rel=0.05) for metrics in shown.values())

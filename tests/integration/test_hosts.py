@@ -1,4 +1,4 @@
-"""Training on several hosts, as network namespaces: what happens to a link costs time and changes nothing else."""
+"""Trains on several hosts, simulated as network namespaces: link problems cost only time."""
 
 import ctypes
 import json
@@ -30,7 +30,7 @@ FOLDER = "FOLDER_OF_THE_WITNESSES"
 STEPS = 40
 CLONE_NEWNET = 0x40000000
 
-# The command of torchrun's documentation, on every host; the agents give the workers the other variables.
+# The command in torchrun's documentation, run on every host; agents set the other variables of workers.
 TORCHRUN = """
 cd "$0"
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK
@@ -49,7 +49,7 @@ def _available() -> None:
 
 
 class Witness(Callback):
-    """Writes what a worker has in the end into a folder that all hosts share."""
+    """Writes the final state of a worker into a folder that all hosts share."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seen = {
@@ -65,7 +65,7 @@ class Witness(Callback):
 
 
 class Model(LightningModule):
-    """22,000 parameters; after every step each worker adds a byte to a file of its own."""
+    """Has 22,000 parameters; each worker counts its steps in bytes of a file."""
 
     def __init__(self, folder: str | None) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class Model(LightningModule):
 
 
 def train(namespaces: Sequence[str] | None, address: str, folder: str | None) -> dict[str, Any]:
-    """Runs in every worker, each of which moves to a host of its own if there are any."""
+    """Trains a worker, on a separate host if namespaces are given. Runs in every worker."""
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if namespaces is not None:
         enter(namespaces[rank])
         os.environ |= {"NODE_RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        # One thread: with one worker a host Lightning would take as many as there are cores, which all hosts share.
+        # One thread, because all hosts share the cores; with one worker per host Lightning would use all.
         os.environ |= {"MASTER_ADDR": address, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
     num_nodes = 1 if namespaces is None else num_workers
     torch.manual_seed(3)
@@ -110,38 +110,38 @@ def train(namespaces: Sequence[str] | None, address: str, folder: str | None) ->
 
 
 def enter(namespace: str) -> None:
-    """Moves this process, which has one thread yet, into a network namespace."""
+    """Moves this process, which still has a single thread, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"no way into {namespace}")
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 def train_on(lab: NetworkLab, folder: Path) -> list[dict[str, Any]]:
-    """What a worker on every host of a lab comes to."""
+    """Returns the results of a training with a worker on every host of a lab."""
     namespaces = [lab.namespace(host) for host in range(lab.hosts)]
-    where = (namespaces, lab.address(0), str(folder))  # where a process that has threads cannot go
-    return run_workers(train, lab.hosts, *where, process_group=False, timeout=100, new=True)
+    arguments = (namespaces, lab.address(0), str(folder))  # new processes, because setns needs a single thread
+    return run_workers(train, lab.hosts, *arguments, process_group=False, timeout=100, new=True)
 
 
 @cache
 def undisturbed(num_workers: int) -> list[dict[str, Any]]:
-    """What as many workers on one host come to, over loopback."""
+    """Returns the results of as many workers on one host, over loopback."""
     return run_workers(train, num_workers, None, "127.0.0.1", None, process_group=False, timeout=60)
 
 
 def assert_only_time_differs(results: list[dict[str, Any]]) -> None:
     expected = undisturbed(len(results))
     assert not torch.equal(expected[0]["residuals"]["layers.2.weight"], expected[1]["residuals"]["layers.2.weight"])
-    for found, wanted in zip(results, expected, strict=True):
+    for found, reference in zip(results, expected, strict=True):
         assert len(found["steps"]) == STEPS
-        # Both routes are taken: dense without a history, and sparse.
+        # Uses both routes: dense in the first step, which has no history, and sparse later.
         assert 0 < found["steps"][-1].density < 0.3
         assert found["steps"][0].payload_bytes >= found["steps"][0].dense_bytes > found["steps"][-1].payload_bytes
-        # Density, error norm, payload and the rest of the numbers, step by step.
-        assert found["steps"] == wanted["steps"]
-        assert_equal(found["residuals"], wanted["residuals"])
-        assert_equal(found["weights"], wanted["weights"])
+        # Compares density, error norm, payload and the other statistics of every step.
+        assert found["steps"] == reference["steps"]
+        assert_equal(found["residuals"], reference["residuals"])
+        assert_equal(found["weights"], reference["weights"])
         assert_equal(found["weights"], results[0]["weights"])
 
 
@@ -150,7 +150,7 @@ def wait_for(condition: Callable[[], bool], training: Future[Any], timeout: floa
     while not condition():
         if training.done():
             training.result()
-            raise AssertionError("The training was over before it was disturbed.")
+            raise AssertionError("The training ended before the link failed.")
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -170,7 +170,7 @@ def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     for seen in (first, second):
         assert seen["started by torchrun"]
         assert seen["comm_hook"] == "sparse_hook"
-        # 64 images, 8 of them a step on each of 2 hosts, twice.
+        # 2 epochs of 64 images; each of 2 hosts takes 8 images per step.
         assert seen["steps"] == seen["last step"].step + 1 == 8
         assert 0 < seen["last step"].density < 1
         assert seen["last step"] == first["last step"]
@@ -186,9 +186,9 @@ def test_a_link_that_fails_for_seconds_costs_only_time(tmp_path: Path) -> None:
         files = [tmp_path / str(rank) for rank in range(2)]
         return min(file.stat().st_size if file.exists() else 0 for file in files)
 
-    # The lab is left first, which ends its workers, also where an assertion fails while the link is down.
+    # The lab exits first and ends its workers, even if an assertion fails while the link is down.
     with ThreadPoolExecutor(1) as thread, NetworkLab(hosts=2) as lab:
-        # So slow that something is on its way nearly always, and that the training is not over before `ip` is.
+        # At this rate data is nearly always in transit, and the training outlasts the `ip` command.
         lab.shape(rate="1mbit")
         training = thread.submit(train_on, lab, tmp_path)
         wait_for(lambda: steps_made() >= 10, training)
@@ -221,12 +221,12 @@ def test_hosts_on_links_of_different_rates_agree(tmp_path: Path) -> None:
         for host, rate in ((1, "100mbit"), (2, "20mbit"), (3, "4mbit")):
             configure(lab, host, f"qdisc replace dev {INTERFACE} root tbf rate {rate} burst 20000 limit 10000000")
         assert_only_time_differs(train_on(lab, tmp_path))
-        # The slowest link made frames wait.
+        # The slowest link delayed frames.
         assert queue(lab, 3, "tbf")["overlimits"] > STEPS
 
 
 def configure(lab: NetworkLab, host: int, line: str) -> None:
-    """Lets `tc` carry out a line on a host; skips where the kernel does not allow it."""
+    """Runs a line of `tc` on a host; skips the test if the kernel does not allow it."""
     command = ["tc", "-n", lab.namespace(host), "-batch", "-"]
     done = subprocess.run(command, input=line, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
@@ -234,7 +234,7 @@ def configure(lab: NetworkLab, host: int, line: str) -> None:
 
 
 def queue(lab: NetworkLab, host: int, kind: str) -> dict[str, Any]:
-    """What `tc` has counted on a host."""
+    """Returns the statistics of a queue on a host, as `tc` shows them."""
     command = ["tc", "-n", lab.namespace(host), "-j", "-s", "qdisc", "show", "dev", INTERFACE]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     [found] = [shown_queue for shown_queue in json.loads(shown) if shown_queue["kind"] == kind]

@@ -44,7 +44,7 @@ in_both_forms = pytest.mark.parametrize("is_folder", [True, False], ids=["folder
 
 
 class WithBuffers(WithAdam):
-    """Has batch statistics, and a frozen layer that tracks the first, with its bias on one rank only."""
+    """Has batch norm, and a frozen layer that tracks the first; only one rank updates its bias."""
 
     def configure_model(self) -> None:
         if self.network is None:
@@ -96,7 +96,7 @@ OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tens
 
 
 def notes_start(found: dict[str, Any]) -> Callback:
-    """Returns a callback that fills a dict with the state of a replica at the start of training."""
+    """Returns a callback that writes the state of a replica at the start of training to a dict."""
     return LambdaCallback(on_train_start=lambda trainer, _: found.update(held(trainer.strategy)))
 
 
@@ -105,22 +105,22 @@ def held(strategy: Any) -> dict[str, Any]:
     state = strategy.state
     parameters, snapshot = state.parameters, state.snapshot()
 
-    def wholes(tensors: Any) -> dict[str, Tensor]:
+    def full_tensors(tensors: Any) -> dict[str, Tensor]:
         parts = {name: like_parameter(parameters[name], tensor.reshape(-1)) for name, tensor in tensors.items()}
         return {name: whole(part).clone() for name, part in parts.items()}
 
     own, buffers = dict(snapshot.own), {}
     if isinstance(strategy, DRIFTS):
-        apart = state.shared.weights() | state.shared.own
-        own["weights"] = {name: tensor for name, tensor in apart.items() if name in parameters}
-        buffers = {name: tensor.clone() for name, tensor in apart.items() if name not in parameters}
+        worker_tensors = state.shared.weights() | state.shared.own
+        own["weights"] = {name: tensor for name, tensor in worker_tensors.items() if name in parameters}
+        buffers = {name: tensor.clone() for name, tensor in worker_tensors.items() if name not in parameters}
     [optimizer] = strategy.optimizers
     states = [optimizer.state.get(parameter, {}) for parameter in parameters.values()]
     momentum = [of_parameter.get("exp_avg", of_parameter.get("momentum_buffer")) for of_parameter in states]
     return {
         "model": {name: whole(parameter.detach()).clone() for name, parameter in parameters.items()},
-        "own": {kind: wholes(tensors) for kind, tensors in own.items()},
-        "shared": {kind: wholes(tensors) for kind, tensors in snapshot.shared.items()},
+        "own": {kind: full_tensors(tensors) for kind, tensors in own.items()},
+        "shared": {kind: full_tensors(tensors) for kind, tensors in snapshot.shared.items()},
         "momentum": [None if tensor is None else whole(tensor).clone() for tensor in momentum],
         "buffers": buffers,
         "threshold": state.sparsifier.threshold,
@@ -154,9 +154,9 @@ def _stop_and_resume(folder: str, is_folder: bool, names: list[str]) -> dict[str
     results: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         if issubclass((SETTINGS | OF_EIGHT)[name][1], Stateless) and not is_folder:
-            continue  # Lightning cannot resume from this file with its own strategy either
+            continue  # Lightning's own strategy cannot resume from this file either
         path = f"{folder}/{name}.ckpt"
-        # All of them save, and a save applies a late exchange.
+        # All turns save, because a save applies a late exchange.
         turns = ((2, "a", None), (1, name, None), (2, "b", path), (2, "c", path + ".end"))
         results[name] = [
             train(name, 2, epochs, f"{folder}/{save}.ckpt", resume, is_folder) for epochs, save, resume in turns
@@ -176,7 +176,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
                 for key in straight.keys() - {"at start"}:
                     assert_equal(result[key], straight[key], f"{name}: {key}")
             assert straight["threshold"] == results[0][name][0]["threshold"]
-            for key in ("threshold", "history"):  # each rank has those of its own shards
+            for key in ("threshold", "history"):  # each rank restores the values of its own shards
                 assert_equal(resumed[-1]["at start"][key], stopped[key], f"{name}: {key}")
         assert any(residual.any() for residual in of_rank[names[0]][0]["own"]["residual"].values())
     for kind, name in (("residual", names[0]), ("weights", "drifts"))[: len(names)]:
@@ -199,7 +199,7 @@ def _resume_elsewhere(folder: str, replicas: int, is_folder: bool) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that writes checkpoints once as folders and once as files, with the state of each rank."""
+    """Returns a function that returns the checkpoints of one form and the state of each rank."""
 
     @functools.cache
     def save(is_folder: bool) -> tuple[Path, Any]:
@@ -292,7 +292,7 @@ def test_drifts_resume_with_other_options_without_loss(tmp_path: Any, is_folder:
 
 
 class Narrower(Sharded):
-    """Has layers of other sizes except for the last."""
+    """Has layers of other sizes, except for the last layer."""
 
     def make_network(self) -> Any:
         return build_network(width=8)
@@ -348,7 +348,7 @@ class MidStepSaver(WithBuffers):
 @on_ranks(4)
 def test_saving_does_not_change_training(tmp_path: Path) -> None:
     for kind, make, options in (
-        (GRADIENTS, Stateless, {"density": 0.2}),  # torch steps it on gradients of zero, to have a state to save
+        (GRADIENTS, Stateless, {"density": 0.2}),  # torch creates its state with a zero gradient
         (DRIFTS, UnfreezingWithAdam, {"threshold": 0.02, "every_n_steps": 4}),
         (DRIFTS, MidStepSaver, {"threshold": 0.02, "every_n_steps": 4}),
     ):
@@ -392,9 +392,9 @@ class ExchangeAborter(Callback):
 @on_ranks(4)
 def test_a_checkpoint_excludes_an_aborted_exchange(tmp_path: Path, kind: Any, make: Any, lacking: str) -> None:
     path, seen, messages = str(tmp_path / "a.ckpt"), dict[str, Any](), list[str]()
-    breaks, options = ExchangeAborter(path), {"threshold": THRESHOLDS[kind], "replicas": 2}
+    aborter, options = ExchangeAborter(path), {"threshold": THRESHOLDS[kind], "replicas": 2}
     with pytest.raises(RuntimeError, match="in the middle"):
-        fit(kind(**options), make(), callbacks=[breaks])
+        fit(kind(**options), make(), callbacks=[aborter])
     with warnings_of(messages):
         trainer = quiet_trainer(kind(**options), max_steps=6, callbacks=[notes_start(seen)])
         trainer.fit(make(), data(), ckpt_path=path)
@@ -406,7 +406,7 @@ def test_a_checkpoint_excludes_an_aborted_exchange(tmp_path: Path, kind: Any, ma
     assert_equal(seen["own"]["weights"], seen["shared"]["anchor"])
     assert_equal(seen["own"], of_all_workers(seen["own"])[0])
     whole_anchor = seen["shared"]["anchor"]["network.0.weight"]
-    assert any(torch.equal(breaks.anchor, part) for part in whole_anchor.split(5))  # nine rows
+    assert any(torch.equal(aborter.anchor, part) for part in whole_anchor.split(5))  # 9 rows in 2 shards
 
 
 @on_ranks(4)

@@ -1,4 +1,4 @@
-"""A rank that dies ends all others, in its replica and elsewhere, and the last checkpoint is enough to go on from."""
+"""If a rank dies, the ranks of all replicas end, and training resumes from the last checkpoint."""
 
 import os
 import signal
@@ -30,39 +30,39 @@ def rank_here() -> int:
 
 
 class Mortal(Sharded):
-    """One of its ranks dies in its forward, in its backward, or when replicas exchange."""
+    """Kills one rank in a forward, in a backward or during an exchange."""
 
     def __init__(self, place: str = "nowhere", rank: int = 0) -> None:
         super().__init__()
         self.place, self.rank = place, rank
 
-    def meet(self, place: str) -> None:
+    def die_if_due(self, place: str) -> None:
         if (place, rank_here()) == (self.place, self.rank) and self.trainer.global_step == DIES_AT:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        self.meet("forward")
+        self.die_if_due("forward")
         loss = super().loss(batch)
-        loss.register_hook(lambda _: self.meet("backward"))
+        loss.register_hook(lambda _: self.die_if_due("backward"))
         return loss
 
 
 class InExchange(Callback):
-    """Lets a rank die once it has sent what it selected of its first bucket."""
+    """Kills a rank after it has sent its first bucket."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         engine = trainer.strategy.state._engine
         finish = engine.finish
 
-        def struck() -> Any:
-            pl_module.meet("exchange")
+        def die_or_finish() -> Any:
+            pl_module.die_if_due("exchange")
             return finish()
 
-        engine.finish = struck
+        engine.finish = die_or_finish
 
 
 class Raising(Callback):
-    """Raises on one rank, or on all."""
+    """Raises on the given ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -83,7 +83,7 @@ def train(
     keeps_last: bool = False,
     **options: Any,
 ) -> Any:
-    """Saves every two steps, as ``last.ckpt`` or under names of their own, and on an exception if any is raised."""
+    """Trains and saves every two steps, as ``last.ckpt`` or in separate files, and on an exception if any is raised."""
     strategy = kind(
         threshold=0.03, replicas=2, timeout=timedelta(seconds=GROUP_TIMEOUT), process_group_backend="gloo", **options
     )
@@ -102,8 +102,8 @@ def train(
     return whole_weights(model)
 
 
-def assert_enough(folder: Path, kind: Any, checkpoint: Path) -> None:
-    """A run that resumes ends as one that was never struck."""
+def assert_resumes(folder: Path, kind: Any, checkpoint: Path) -> None:
+    """Checks that a resumed run ends with the weights of an uninterrupted run."""
     resumed = run_ranks(partial(train, resume=str(checkpoint)), 4, str(folder / "more"), kind)
     straight = run_ranks(train, 4, str(folder / "other"), kind)
     assert_equal(resumed, straight)
@@ -123,26 +123,26 @@ def test_a_death_ends_all_others(tmp_path: Path, kind: Any, place: str, rank: in
     assert seconds < 60
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"step=2.ckpt", "step=4.ckpt"}
     if rank == 3 and place == "exchange":
-        assert_enough(tmp_path, kind, tmp_path / "saved" / "step=4.ckpt")
+        assert_resumes(tmp_path, kind, tmp_path / "saved" / "step=4.ckpt")
 
 
 def _train_and_be_killed(folder: str, kind: Any, place: str) -> None:
-    """All ranks are killed in the second save of the same name: before Lightning writes its part, or after it."""
+    """Kills all ranks in the second save of ``last.ckpt``, before or after Lightning writes its part."""
     count = {"saves": 0}
     save = ModelParallelStrategy.save_checkpoint
 
-    def meet(at: str) -> None:
+    def die_if_due(at: str) -> None:
         if at == place and count["saves"] == 2:
             torch.distributed.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def counted(*args: Any, **kwargs: Any) -> None:
+    def save_or_die(*args: Any, **kwargs: Any) -> None:
         count["saves"] += 1
-        meet("between the parts")
+        die_if_due("between the parts")
         save(*args, **kwargs)
-        meet("before it is in place")
+        die_if_due("before it is in place")
 
-    ModelParallelStrategy.save_checkpoint = counted  # type: ignore[method-assign]
+    ModelParallelStrategy.save_checkpoint = save_or_die  # type: ignore[method-assign]
     train(folder, kind, keeps_last=True)
 
 
@@ -155,7 +155,7 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path, kin
         started.wait(range(4))
         assert [process.exitcode for process in started.processes] == [-signal.SIGKILL] * 4
     assert torch.load(saved / "last.ckpt" / "meta.pt", weights_only=False)["global_step"] == 2
-    assert_enough(tmp_path, kind, saved / "last.ckpt")
+    assert_resumes(tmp_path, kind, saved / "last.ckpt")
 
 
 @pytest.mark.parametrize("before", ["nothing", "a file", "a folder"])
@@ -168,7 +168,7 @@ def test_a_complete_folder_replaces_the_previous_checkpoint(tmp_path: Path, befo
         (path / "old").touch()
     part_of(path).mkdir()
     (part_of(path) / "new").touch()
-    for _ in range(2):  # the second node with the same disk finds it done
+    for _ in range(2):  # a second node that shares the disk finds the folder in place
         put_in_place(path)
         assert [file.name for file in path.iterdir()] == ["new"]
         assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
@@ -185,7 +185,7 @@ def _train_and_raise(folder: str, kind: Any, is_folder: bool, ranks: list[int]) 
 def test_an_exception_on_a_single_rank_is_shown_and_saves_nothing(tmp_path: Path, kind: Any, is_folder: bool) -> None:
     with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), kind, is_folder, [1]) as started:
         started.wait(range(4))
-        assert started.processes[1].exitcode == 1  # not by a signal, as of a collective that met another
+        assert started.processes[1].exitcode == 1  # not by a signal, which mismatched collectives would cause
     printed = (tmp_path / "output of 1").read_text()
     assert "my own error" in printed
     assert "No checkpoint was written: rank 0 did not reach the save" in printed

@@ -1,4 +1,4 @@
-"""What a Trainer can do with replicas of shards beside what torch does alone: each once."""
+"""Features of a Trainer with sharded replicas, beyond those of torch's own HSDP."""
 
 import os
 import time
@@ -33,7 +33,7 @@ from tests.integration.hsdp_models import (
     run_ranks,
     whole_weights,
 )
-from tests.integration.models import Around, assert_equal, quiet_trainer, warnings_of
+from tests.integration.models import OptimizerWrapper, assert_equal, quiet_trainer, warnings_of
 from tests.workers import of_all_workers
 
 THRESHOLD = 0.03
@@ -44,8 +44,8 @@ class Infinite(Sharded):
 
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
-        is_struck = dist.get_rank() == 3 and len(self.batches) == 4
-        return loss * float("inf") if is_struck else loss
+        is_infinite = dist.get_rank() == 3 and len(self.batches) == 4
+        return loss * float("inf") if is_infinite else loss
 
 
 @on_ranks(4)
@@ -59,7 +59,7 @@ def test_an_infinite_gradient_reaches_all_ranks_in_the_same_step() -> None:
 
 LOGGED: dict[str, tuple[Any, Any, int, dict[str, Any], float]] = {
     "drifts": (DRIFTS, WithAdam, 24, {"calibration_steps": 8, "every_n_steps": 2}, 0.2),
-    "gradients": (GRADIENTS, Sharded, 12, {}, 0.35),  # few exchanges, slowly corrected
+    "gradients": (GRADIENTS, Sharded, 12, {}, 0.35),  # few exchanges, so the controller adjusts λ slowly
 }
 
 
@@ -75,7 +75,7 @@ def _train_logged(name: str, folder: str) -> Any:
         log_every_n_steps=1,
         callbacks=[monitor, ErrorMonitor(per_layer=True), numbers],
     )
-    trainer.validate(model, data(), verbose=False)  # a validation after fit moves the module
+    trainer.validate(model, data(), verbose=False)  # a validation after fit moves the module to its device
     return {
         "thresholds": [step.threshold for step in numbers.steps],
         "densities": [step.density for step in numbers.steps if not step.is_calibration],
@@ -112,25 +112,25 @@ def test_the_density_is_reached_and_all_numbers_are_logged(name: str, tmp_path: 
         assert ("sparse/largest_drift" in names) == (name == "drifts")
 
 
-def _hold() -> Any:
+def _residual_bytes() -> Any:
     model = Sharded()
     strategy = GRADIENTS(threshold=THRESHOLD, replicas=2)
     fit(strategy, model)
-    held = sum(residual.nbytes for residual in strategy.state.snapshot().own["residual"].values())
-    return held, sum(local(parameter).numel() for parameter in model.parameters())
+    residual_bytes = sum(residual.nbytes for residual in strategy.state.snapshot().own["residual"].values())
+    return residual_bytes, sum(local(parameter).numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_residuals_are_sharded_as_parameters_are(num_ranks: int) -> None:
-    results = run_ranks(_hold, num_ranks)
-    for held, elements in results:
-        assert held == 8 * elements  # float64, as the parameters
+    results = run_ranks(_residual_bytes, num_ranks)
+    for residual_bytes, elements in results:
+        assert residual_bytes == 8 * elements  # float64, as the parameters
     whole = sum(parameter.numel() for parameter in build_network().parameters())
     assert sum(elements for _, elements in results) == 2 * whole
 
 
 class Empty(Sharded):
-    """Is made on no device, and takes its first weights where it is needed."""
+    """Is built on the meta device, and gets its first weights on each rank."""
 
     def configure_model(self) -> None:
         if self.network is None:
@@ -154,10 +154,10 @@ def test_replicas_start_equal_after_separate_initialisation() -> None:
 @on_ranks(4)
 def test_a_validation_before_fit_changes_nothing() -> None:
     results = []
-    for looks_first in (False, True):
+    for validates_first in (False, True):
         model = WithAdam()
         trainer = quiet_trainer(DRIFTS(threshold=THRESHOLD, replicas=2), max_steps=STEPS)
-        if looks_first:
+        if validates_first:
             trainer.validate(model, data(), verbose=False)
         trainer.fit(model, data())
         results.append(whole_weights(model))
@@ -174,11 +174,11 @@ def test_a_second_training_needs_no_more_groups_or_threads() -> None:
     assert len(set(counts)) == 1
 
 
-# What is refused.
+# Rejected configurations.
 
 
 class Forgotten(Sharded):
-    """Shards its first layer only, nothing, or all over several replicas."""
+    """Shards only its first layer, nothing, or all layers over several replicas."""
 
     shards = "first"
 
@@ -236,11 +236,11 @@ def test_a_node_is_a_replica_for_a_strategy_by_name(kind: Any) -> None:
     strategy = fit(name, WithAdam()).strategy
     assert type(strategy) is kind
     assert tuple(strategy.device_mesh.shape) == (1, 2, 1)
-    assert strategy.state.last_step.density == 1.0  # there is nobody to exchange with
+    assert strategy.state.last_step.density == 1.0  # a single replica exchanges nothing
 
 
 class ByHand(Sharded):
-    """Updates its weights with no optimizer."""
+    """Updates its weights without an optimizer."""
 
     def __init__(self, *, averages: bool) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def test_updates_by_hand_cause_advice() -> None:
 
 
 class Sleeping(Sharded):
-    """One rank does nothing for long."""
+    """Sleeps on one rank for 20 seconds."""
 
     def loss(self, batch: Any) -> Tensor:
         if dist.get_rank() == 3 and len(self.batches) == 3:
@@ -299,11 +299,11 @@ def test_a_wait_beyond_the_timeout_raises() -> None:
 
 class Wrapped(Sharded):
     def configure_optimizers(self) -> Any:
-        return Around(make_optimizer(self.parameters()))
+        return OptimizerWrapper(make_optimizer(self.parameters()))
 
 
 class WrappedAndUnknown(Manual, Wrapped):
-    """Steps by an optimizer around another, of which the Trainer does not know."""
+    """Steps with a wrapper of an optimizer, unknown to the Trainer."""
 
     def __init__(self) -> None:
         super().__init__(uses_raw=True)

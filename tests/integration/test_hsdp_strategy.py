@@ -1,4 +1,4 @@
-"""What replicas of shards train, against torch's own HSDP and against plain workers."""
+"""Sharded replicas train as torch's own HSDP and as plain workers do."""
 
 import functools
 from functools import partial
@@ -36,8 +36,8 @@ from tests.integration.models import world_size
 THRESHOLD, LARGEST_DRIFT = 0.03, 0.02
 
 LOST_BY_TORCH = {"an optimizer of its own": "manual, torch's optimizer"}
-"""Where torch's own way goes wrong, and a program that trains as it should: its validation leaves the last layer
-gathered, and an optimizer made after that steps on what has no gradient."""
+"""A program that torch's HSDP trains wrongly, and a correct equivalent. Its validation leaves the last layer gathered,
+so an optimizer created afterwards steps on parameters without gradients."""
 
 
 @pytest.mark.full
@@ -49,11 +49,11 @@ def test_sending_everything_equals_torchs_hsdp(name: str) -> None:
         _, ours, drifting = weights[name]
         native, _, _ = weights[LOST_BY_TORCH.get(name, name)]
         torch.testing.assert_close(ours, native, rtol=0, atol=atol)
-        if name == "weights in bfloat16":  # where rounding is much, as far from exact training as torch's own
+        if name == "weights in bfloat16":  # rounding dominates: compares the distances from exact training
             exact, _, _ = weights["plain"]
             assert distance(drifting, exact) < 1.5 * distance(native, exact)
-        elif not name.startswith("clipping"):  # each replica clips its own
-            # Of SGD with momentum: all that becomes of a gradient is linear, also where each replica has its own.
+        elif not name.startswith("clipping"):  # each replica clips its own gradient
+            # SGD with momentum is linear in the gradients, so averaging weights equals averaging gradients.
             torch.testing.assert_close(drifting, native, rtol=0, atol=atol)
 
 
@@ -63,7 +63,7 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @functools.cache
 def trained_in_all_ways() -> Any:
-    """What every rank has after each program, one after the other in the same processes."""
+    """Returns the weights of every rank after each program; all programs share the processes."""
     return run_ranks(_train_in_all_ways, 4)
 
 
@@ -96,9 +96,9 @@ def test_a_threshold_on_gradients_equals_plain_workers(num_ranks: int, tensor_pa
     make, width = (Sharded, 9) if tensor_parallel_size == 1 else (Tensors, 8)
     results = run_ranks(_train_gradients, num_ranks, make, {"tensor_parallel_size": tensor_parallel_size})
     of_ranks = [batches for _, batches, _, _ in results]
-    for rank, batches in enumerate(of_ranks):  # ranks of tensor parallelism have the same data, all others their own
-        is_same = [torch.equal(mine[0], theirs[0]) for mine, theirs in zip(of_ranks[0], batches, strict=True)]
-        assert is_same == [rank < tensor_parallel_size] * STEPS
+    for rank, batches in enumerate(of_ranks):  # only ranks of tensor parallelism share their data
+        is_equal = [torch.equal(mine[0], theirs[0]) for mine, theirs in zip(of_ranks[0], batches, strict=True)]
+        assert is_equal == [rank < tensor_parallel_size] * STEPS
     model = build_network(width)
     steps = replica_batches(of_ranks[::tensor_parallel_size], num_ranks // tensor_parallel_size // 2)
     plan = Plan(lambda _, whole: ~(whole.abs() < THRESHOLD))
@@ -107,7 +107,7 @@ def test_a_threshold_on_gradients_equals_plain_workers(num_ranks: int, tensor_pa
         atol = 1e-12 if tensor_parallel_size == 1 else 1e-10
         torch.testing.assert_close(weights, dict(model.named_parameters()), rtol=0, atol=atol)
         if tensor_parallel_size > 1:
-            continue  # parameters that are not shared count once for each rank that has them
+            continue  # replicated parameters count once per tensor-parallel rank
         assert last.density == pytest.approx(records[-1].density)
         assert metrics["sparse/density"] == pytest.approx(records[-1].density)
         assert metrics["sparse/error_norm"] == pytest.approx(records[-1].error_norm)
@@ -117,7 +117,7 @@ def test_a_threshold_on_gradients_equals_plain_workers(num_ranks: int, tensor_pa
 
 
 class WithOutputs(WithAdam):
-    """Notes what it says in validation, with the mean of all replicas' weights."""
+    """Records an output in each validation, which uses the mean weights of all replicas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,15 +184,15 @@ def test_drifts_equal_local_training_of_plain_workers() -> None:
         for step, batches in enumerate(steps, start=1):
             simulation.step([partial(loss_of, batch=batch) for batch in batches])
             if step % 3 == 0:
-                double = build_network(8 if is_parallel else 9)
-                nn.utils.vector_to_parameters(simulation.mean(), double.parameters())
-                outputs.append(output_of(double))
+                mean_network = build_network(8 if is_parallel else 9)
+                nn.utils.vector_to_parameters(simulation.mean(), mean_network.parameters())
+                outputs.append(output_of(mean_network))
         expected = [count / (2 * simulation.mean().numel()) for count in simulation.sent]
         for of_rank in results:
             found = of_rank[name]
             atol = 1e-10 if is_parallel else 1e-12
             torch.testing.assert_close(found["weights"], simulation.mean(), rtol=0, atol=atol, msg=in_training(name))
-            if not is_parallel:  # parameters that are not shared count once for each rank that has them
+            if not is_parallel:  # replicated parameters count once per tensor-parallel rank
                 torch.testing.assert_close(found["outputs"], outputs, rtol=0, atol=atol, msg=in_training(name))
                 assert found["densities"] == pytest.approx(expected[: len(found["densities"])]), name
             assert found["metrics"]["sparse/threshold"] == pytest.approx(LARGEST_DRIFT)

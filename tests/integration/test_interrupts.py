@@ -1,8 +1,8 @@
-"""An exception, a signal or a death anywhere leaves a checkpoint that is right, or says what it lacks.
+"""After an exception, a signal or a kill at any point, the checkpoint is correct or names the missing state.
 
-Every row strikes one training. For each, ``tests.integration.fault_judge`` has all files that are left loaded
-with ``weights_only=True``, compared with a simulation in plain tensors, resumed, and compared with it again. What is
-expected beyond that is in the rows.
+Every row injects faults into one training. ``tests.integration.fault_judge`` loads all remaining files with
+``weights_only=True``, compares them with a simulation in plain tensors, resumes from them, and compares again.
+A row states its further expectations.
 """
 
 import inspect
@@ -24,17 +24,17 @@ from tests.integration.fault_training import State, simulate
 from tests.integration.fault_workers import HANG, THRESHOLD, Case, trace
 
 pytestmark = [
-    pytest.mark.xdist_group("interrupts"),  # all are struck together
+    pytest.mark.xdist_group("interrupts"),  # the first row runs the trainings of all rows
     pytest.mark.long,
     pytest.mark.timeout(400),
 ]
 AT_A_TIME = 8
-"""Most workers wait for others that do not come: two cores are enough."""
+"""Number of concurrent trainings. Two cores are enough, because most workers wait for a missing worker."""
 HAS_SAVE_ON_EXCEPTION = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
 FIRST, LAST, ALL = "first", "last", "all"
 
 IN_BACKWARD = Point("step 2", "backward", 1)
-"""Some buckets are on their way, others are not."""
+"""Some buckets are being exchanged, others are not."""
 IN_TRAINING_STEP = Point("step 2", "training_step begins")
 AFTER_BACKWARD = Point("step 2", "on_after_backward")
 IN_OPTIMIZER = Point("step 2", "optimizer changed a weight", 1)
@@ -44,7 +44,7 @@ AT_THE_BARRIER = Point("save 2", "after store.set came")
 WHILE_WRITTEN = Point("save 2", "while written")
 
 RESIDUALS = "residuals"
-NOBODY_CAME = "did not reach the save within"
+WORKER_MISSING = "did not reach the save within"
 IN_THE_MIDDLE = "in the middle of an optimizer's step"
 NO_FILE = "no file"
 
@@ -57,13 +57,13 @@ LOCAL, LOCAL_MEAN = Case("local"), Case("local", worker_state="small")
 
 
 class Row(NamedTuple):
-    """One training that is struck.
+    """One training with a fault.
 
     Args:
-        case: how is trained.
-        fault: what strikes whom.
-        saved: what the file that was saved because of it holds: RESIDUALS, part of why not, or NO_FILE.
-        finishes: whether the training goes on to its end.
+        case: configuration of the training.
+        fault: the injected fault.
+        saved: RESIDUALS if the file saved because of the fault holds them, part of the reason if not, or NO_FILE.
+        finishes: whether the training continues to its end.
     """
 
     case: Case
@@ -73,9 +73,9 @@ class Row(NamedTuple):
 
 
 def strike(case: Case, way: str, whom: str, point: Point, then: Fault | None = None) -> Fault:
-    """A fault at one point for those whom it strikes."""
-    struck = {FIRST: [0], LAST: [case.num_workers - 1], ALL: range(case.num_workers)}[whom]
-    return Fault(way, tuple(point if rank in struck else None for rank in range(case.num_workers)), then)
+    """Returns a fault at one point on the first, the last or all workers."""
+    ranks = {FIRST: [0], LAST: [case.num_workers - 1], ALL: range(case.num_workers)}[whom]
+    return Fault(way, tuple(point if rank in ranks else None for rank in range(case.num_workers)), then)
 
 
 def row(case: Case, way: str, whom: str, point: Point, saved: str, *, finishes: bool = False) -> Row:
@@ -83,7 +83,7 @@ def row(case: Case, way: str, whom: str, point: Point, saved: str, *, finishes: 
 
 
 def then_killed(case: Case, name: str, saved: str) -> Row:
-    """All raise, and the last worker dies at a point of the save that follows."""
+    """Returns a row in which all workers raise, and the last is killed in the save that follows."""
     death = strike(case, "SIGKILL", LAST, Point(AFTERWARDS, name))
     return Row(case, strike(case, "raise", ALL, IN_BACKWARD, death), saved)
 
@@ -93,7 +93,7 @@ FIRST_OPTIMIZER = Point("step 0", "optimizer changed a weight", 1)
 FIRST_COMMIT = Point("step 0", "after ResidualMemory.commit")
 IN_BOTH_PLACES = (IN_BACKWARD, IN_TRAINING_STEP)
 
-# SLURM signals the first process of a job, or all of them. In local training "residuals" are the drifts of all workers.
+# SLURM signals the first process of a job or all. In local training "residuals" are the drifts of all workers.
 LIST = [
     *(
         row(case, way, ALL, IN_BACKWARD, RESIDUALS, finishes=way == "SIGUSR1")
@@ -103,7 +103,7 @@ LIST = [
         )
         for way in ("raise", "SIGUSR1")
     ),
-    *(row(case, "SIGUSR1", FIRST, IN_BACKWARD, NOBODY_CAME) for case in (GATHER, DENSE, MEAN, LOCAL)),
+    *(row(case, "SIGUSR1", FIRST, IN_BACKWARD, WORKER_MISSING) for case in (GATHER, DENSE, MEAN, LOCAL)),
     row(GATHER, "SIGUSR1", LAST, IN_BACKWARD, NO_FILE),
     *(Row(case, Fault("SIGUSR1", IN_BOTH_PLACES), RESIDUALS, finishes=True) for case in (GATHER, LOCAL)),
     Row(
@@ -112,8 +112,8 @@ LIST = [
         "nothing yet",
         finishes=True,
     ),
-    *(row(case, "raise", FIRST, IN_TRAINING_STEP, NOBODY_CAME) for case in (GATHER, MODEL_CHECKPOINT)),
-    *(row(case, "raise", LAST, IN_TRAINING_STEP, NOBODY_CAME) for case in (GATHER, MODEL_CHECKPOINT, MEAN, LOCAL)),
+    *(row(case, "raise", FIRST, IN_TRAINING_STEP, WORKER_MISSING) for case in (GATHER, MODEL_CHECKPOINT)),
+    *(row(case, "raise", LAST, IN_TRAINING_STEP, WORKER_MISSING) for case in (GATHER, MODEL_CHECKPOINT, MEAN, LOCAL)),
     row(MODEL_CHECKPOINT, "raise", ALL, IN_TRAINING_STEP, RESIDUALS),
     row(GATHER, "raise", ALL, AFTER_BACKWARD, RESIDUALS),
     row(BY_HAND, "raise", ALL, Point("step 2", "between backward and step"), RESIDUALS),
@@ -123,17 +123,17 @@ LIST = [
     row(GATHER, "raise", ALL, FIRST_OPTIMIZER, IN_THE_MIDDLE),
     *(row(DENSE, way, ALL, FIRST_COMMIT, IN_THE_MIDDLE, finishes=way == "SIGUSR1") for way in ("raise", "SIGUSR1")),
     row(GATHER, "SIGINT", ALL, IN_BACKWARD, RESIDUALS),
-    *(row(GATHER, "SIGINT", whom, IN_BACKWARD, NOBODY_CAME) for whom in (FIRST, LAST)),
+    *(row(GATHER, "SIGINT", whom, IN_BACKWARD, WORKER_MISSING) for whom in (FIRST, LAST)),
     row(GATHER, "SIGINT", ALL, Point("step 2", "before isend", 1), RESIDUALS),
-    row(LOCAL_MEAN, "SIGINT", LAST, Point("end", "on_train_end"), NOBODY_CAME),
-    row(GATHER, "SIGKILL", LAST, IN_BACKWARD, NOBODY_CAME),
+    row(LOCAL_MEAN, "SIGINT", LAST, Point("end", "on_train_end"), WORKER_MISSING),
+    row(GATHER, "SIGKILL", LAST, IN_BACKWARD, WORKER_MISSING),
     row(GATHER, "SIGKILL", FIRST, IN_BACKWARD, NO_FILE),
-    row(GATHER, "SIGKILL", LAST, AT_THE_BARRIER, NOBODY_CAME),
-    row(GATHER, "SIGKILL", LAST, Point("save 1", "before new_group"), NOBODY_CAME),
-    row(GATHER, "SIGKILL", LAST, BEFORE_SENDING, NOBODY_CAME),
+    row(GATHER, "SIGKILL", LAST, AT_THE_BARRIER, WORKER_MISSING),
+    row(GATHER, "SIGKILL", LAST, Point("save 1", "before new_group"), WORKER_MISSING),
+    row(GATHER, "SIGKILL", LAST, BEFORE_SENDING, WORKER_MISSING),
     row(HIERARCHICAL, "SIGKILL", LAST, Point("set-up", "before new_group"), NO_FILE),
     row(GATHER, "SIGKILL", FIRST, WHILE_WRITTEN, NO_FILE),
-    row(GATHER, "raise", FIRST, WHILE_WRITTEN, NOBODY_CAME),
+    row(GATHER, "raise", FIRST, WHILE_WRITTEN, WORKER_MISSING),
     row(LOCAL, "raise", ALL, Point("step 2", "before DriftExchange._move_anchor"), "of an exchange"),
     then_killed(GATHER, "before send", "gathering them failed"),
     then_killed(LOCAL, "before Workers.average", "averaging weights failed"),
@@ -147,14 +147,14 @@ Pair = tuple[Case, Fault]
 
 
 def points_of(traces: Sequence[Sequence[Point]]) -> list[Point]:
-    """Returns every point of some steps and saves once; a worker may look into the store any number of times."""
+    """Returns the distinct points of some steps and saves; only the first of repeated accesses to the store counts."""
     windows = ("step 0", "step 2", "save 1", "save 2")
     points = dict.fromkeys(point for points in traces for point in points if point.window in windows)
     return [point for point in points if not ("store." in point.name and point.k)]
 
 
 def faults_of(case: Case) -> list[Fault]:
-    """Returns two faults at every point, in turn of each way and each choice of workers."""
+    """Returns two faults at every point; they take turns through all ways and choices of workers."""
     traces = trace(case)
     generator = random.Random(1)
     kinds = list(itertools.product(("raise", "SIGUSR1", "SIGINT", "SIGKILL"), (FIRST, LAST, ALL)))
@@ -173,10 +173,10 @@ def faults_of(case: Case) -> list[Fault]:
 
 
 def samples() -> list[Pair]:
-    """Faults drawn from all points, the same in every run of the same code."""
+    """Returns a reproducible sample of faults at all points."""
     drawn = []
     for case, number in ((GATHER, 10), (DENSE, 6)):
-        # Those that strike all workers alike, which nobody waits for, and a few others.
+        # Mostly faults on all workers, which cause no wait, and a few others.
         faults = faults_of(case)
         generator = random.Random(2)
         alike = [fault for fault in faults if fault.is_everywhere]
@@ -185,8 +185,8 @@ def samples() -> list[Pair]:
     return drawn
 
 
-def struck(pairs: list[Pair]) -> dict[Pair, Outcome]:
-    """Returns the outcome of each fault, of which some strike at a time; those for which workers wait come first."""
+def run_pairs(pairs: list[Pair]) -> dict[Pair, Outcome]:
+    """Returns the outcome of each fault; runs several trainings at once, first those in which workers wait."""
     pairs = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1].is_everywhere)
     judges = {case: (LocalJudge if case.is_local else Judge)(case) for case, _ in pairs}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -204,35 +204,35 @@ def struck(pairs: list[Pair]) -> dict[Pair, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(rows: list[dict[str, str]]) -> dict[Pair, Outcome]:
-    """The outcomes of all rows that this session runs, and of the same faults under plain ddp."""
+    """Returns the outcomes of all selected rows, and of their faults under plain ddp."""
     chosen = [ROWS[row["name"]] for row in rows]
     pairs = [(row.case, row.fault) for row in chosen if row.case.saver != "model_checkpoint" or HAS_SAVE_ON_EXCEPTION]
-    return struck([*pairs, *(in_plain_ddp(*pair) for pair in pairs if is_in_plain_ddp(pair[1]))])
+    return run_pairs([*pairs, *(in_plain_ddp(*pair) for pair in pairs if is_in_plain_ddp(pair[1]))])
 
 
 def is_in_plain_ddp(fault: Fault) -> bool:
-    """Whether plain ddp passes the points of a fault."""
+    """Returns whether plain ddp reaches the points of a fault."""
     names = {"backward", "training_step begins", "on_after_backward", "optimizer changed a weight"}
     names |= {"on_train_batch_end", "between backward and step", "while written"}
     return all(point is None or point.name in names for point in fault.points)
 
 
 def in_plain_ddp(case: Case, fault: Fault) -> Pair:
-    """Returns the same case with Lightning's own strategy, in whose save no second fault strikes."""
+    """Returns the case with Lightning's own strategy, and the fault without a second fault."""
     return Case("ddp", case.num_workers, manual=case.manual, saver=case.saver), Fault(fault.way, fault.points)
 
 
 def compare(ours: Outcome, plain: Outcome) -> None:
-    """Notes where plain ddp left a correct file and we none."""
+    """Adds a problem if plain ddp left a correct file and the sparse strategy did not."""
     if not plain.has_struck or plain.saved is None or plain.saved.step is None:
         return
     if ours.finished:
-        return  # it went on where plain ddp could not
+        return  # it continued although plain ddp could not
     same = ours.file(plain.saved.name)
     if ours.case.is_local and same is not None and not same.has_residuals:
-        return  # it has the anchor, and says so
+        return  # the file has the anchor and says so
     if same is None:
-        ours.problems.append(f"no {plain.saved.name}, and plain ddp wrote it at {plain.saved.step}")
+        ours.problems.append(f"no {plain.saved.name}, which plain ddp wrote at {plain.saved.step}")
     elif same.step != plain.saved.step:
         ours.problems.append(f"{same.name} of step {same.step}, plain ddp's of {plain.saved.step}")
 
@@ -251,7 +251,7 @@ def test_an_interrupted_run_leaves_a_correct_checkpoint(name: str, outcomes: dic
     assert outcome.seconds < HANG
     saved = outcome.saved
     if row.saved == NO_FILE:
-        # SIGUSR1 on one worker alone ends the training in an error of all, for which there is a file of its own.
+        # SIGUSR1 on one worker ends the training with an error on all, which saves on_exception.ckpt.
         assert saved is None or saved.name == "on_exception.ckpt"
     else:
         file = outcome.file("hpc") if row.fault.way == "SIGUSR1" else saved
@@ -264,7 +264,7 @@ def test_an_interrupted_run_leaves_a_correct_checkpoint(name: str, outcomes: dic
 
 @pytest.mark.full
 def test_random_faults_leave_correct_checkpoints() -> None:
-    found = struck(samples()).values()
+    found = run_pairs(samples()).values()
     assert all(outcome.has_struck for outcome in found)
     assert not [f"{outcome}: {outcome.problems}" for outcome in found if outcome.problems]
     assert sum(file.has_residuals for outcome in found for file in outcome.files) > len(found) / 2

@@ -29,11 +29,11 @@ from tests.integration.models import (
     assert_equal,
     clones,
     data,
-    forgets_a_search,
     gradients,
     messages_of,
     nesterov,
     quiet_trainer,
+    search_restriction,
 )
 from tests.workers import of_all_workers, on_workers
 
@@ -250,7 +250,7 @@ class SlowingDown(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, falls)]
 
 
-MAY_SEARCH = pytest.mark.skipif(forgets_a_search() is not None, reason=str(forgets_a_search()))
+MAY_SEARCH = pytest.mark.skipif(search_restriction() is not None, reason=str(search_restriction()))
 
 
 @pytest.mark.parametrize("searches", [False, pytest.param(True, marks=MAY_SEARCH)])
@@ -262,7 +262,7 @@ def test_accordion_is_dense_at_first_and_after_the_learning_rate_falls(kind: str
         on_train_epoch_start=lambda *_: densities.append([]),
         on_train_batch_end=lambda trainer, *_: densities[-1].append(trainer.strategy.state.last_step.density),
     )
-    # So large a change never happens: layers are stable after the second comparison, until the learning rate falls.
+    # No change is this large, so layers are stable from the second comparison until the learning rate falls.
     strategy = OF_EPOCHS[kind](Accordion(*DENSITIES, interval=1, relative_change=1e9))
     searching = [LearningRateFinder(num_training_steps=6)] if searches else []
     trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=6, callbacks=[*searching, epochs])
@@ -274,7 +274,7 @@ def test_accordion_is_dense_at_first_and_after_the_learning_rate_falls(kind: str
 
 def test_begin_epoch_gets_the_rates_of_all_groups_of_all_optimizers() -> None:
     begun: list[Any] = []
-    holder = SimpleNamespace(epoch=None, begin_epoch=lambda *what: begun.append(what))
+    holder = SimpleNamespace(epoch=None, begin_epoch=lambda *arguments: begun.append(arguments))
     optimizers = [
         SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.5)}]),
         SimpleNamespace(param_groups=[{"lr": 2}, {"step_size": 0.3}]),

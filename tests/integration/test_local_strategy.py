@@ -97,9 +97,9 @@ def test_each_worker_clips_its_own_gradient() -> None:
 
 
 def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Fits with validation and checkpoints, then tests; returns the observed weights and those after each."""
+    """Fits, then tests; returns the weights during both, after the fit and after the test."""
     seen: dict[str, Any] = {"trained": [], "validated": [], "tested": [], "steps": []}
-    looks = LambdaCallback(
+    observer = LambdaCallback(
         on_train_start=lambda trainer, _: trainer.strategy.averager.subscribe(seen["steps"].append),
         on_train_batch_end=lambda _, module, *__: seen["trained"].append(flat(module)),
         on_validation_batch_start=lambda _, module, *__: seen["validated"].append(flat(module)),
@@ -111,7 +111,7 @@ def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
         max_steps=-1,
         max_epochs=2,
         val_check_interval=4,
-        callbacks=[looks, DensityMonitor(), ErrorMonitor(), ModelCheckpoint(folder, save_last=True)],
+        callbacks=[observer, DensityMonitor(), ErrorMonitor(), ModelCheckpoint(folder, save_last=True)],
     )
     trainer.fit(model, data(), data(32))
     seen["metrics"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
@@ -134,7 +134,7 @@ def test_workers_evaluate_shared_weights_and_train_their_own(tmp_path: Path) -> 
     for name in ("validated", "tested"):
         assert len(mine[name]) > 1
         assert_equal(mine[name], theirs[name])
-    # In between, each worker has its own weights, which validation does not change.
+    # During training, each worker has its own weights, which validation does not change.
     assert all((own != other).any() for own, other in zip(mine["trained"], theirs["trained"], strict=True))
     mean = (mine["trained"][3] + theirs["trained"][3]) / 2
     floating = slice(None, -1)  # the last is a counter
@@ -163,7 +163,7 @@ class Target(WithAdam):
         return super().training_step(batch, batch_idx)
 
 
-class Turns(WithAdam):
+class ConstantNorms(WithAdam):
     """Has buffers that differ between workers and steps, but have constant norms."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class GrowingModel(WithAdam):
 
 
 class Odd(WithAdam):
-    """Has an empty parameter, and a layer that lives on one worker, of a size of its own."""
+    """Has an empty parameter, and a layer that DDP ignores, with a different size on each worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,12 +229,12 @@ class Unfreezes(WithAdam):
 
 
 def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Fits with validations; returns the weights in each and after training."""
+    """Fits with validations; returns the weights in each validation and after training."""
     seen: list[dict[str, Tensor]] = []
-    sees = LambdaCallback(on_validation_batch_start=lambda _, module, *__: seen.append(everything_of(module)))
+    observer = LambdaCallback(on_validation_batch_start=lambda _, module, *__: seen.append(everything_of(module)))
     model = make()
     made = [make_callback() for make_callback in callbacks]
-    local_trainer(sees, *made, every_n_steps=2, max_steps=9, val_check_interval=3).fit(
+    local_trainer(observer, *made, every_n_steps=2, max_steps=9, val_check_interval=3).fit(
         model, ResumableData(12), ResumableData(2)
     )
     return seen, everything_of(model)
@@ -245,7 +245,7 @@ def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[di
     [
         (WithAdam, (partial(LearningRateFinder, num_training_steps=5),), ()),
         (Target, (), ("count",)),
-        (Turns, (), ("order", "flags", "of_first")),
+        (ConstantNorms, (), ("order", "flags", "of_first")),
         (Odd, (), ("expert.weight", "expert.bias")),
         (GrowingModel, (), ("cache",)),
     ],
@@ -268,7 +268,7 @@ def test_workers_agree_to_the_end(make: Any, callbacks: tuple[Any, ...], own: tu
             assert torch.equal(mine["expert.weight"], torch.full((3, 2 + rank), float(rank)))
 
 
-@pytest.mark.parametrize("make", [Target, Unfreezes, Turns, WeightClamper])
+@pytest.mark.parametrize("make", [Target, Unfreezes, ConstantNorms, WeightClamper])
 @on_workers(2, process_group=False)
 def test_a_resume_is_exact_and_a_finished_run_keeps_the_saved_weights(make: Any, tmp_path: Path) -> None:
     ends: list[dict[str, Tensor]] = []
@@ -354,8 +354,8 @@ def test_a_save_before_a_backward_does_not_change_it_during_an_exchange(tmp_path
     trainer.fit(WithAdam(), ResumableData(6))
     assert trainer.global_step == 6
     saved = [torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["lightning_sparse"] for step in range(1, 6)]
-    travels = "an exchange has not ended"
-    assert [content["why_incomplete"] for content in saved] == [None, travels, None, travels, None]
+    pending = "an exchange has not ended"
+    assert [content["why_incomplete"] for content in saved] == [None, pending, None, pending, None]
 
 
 @on_workers(2)

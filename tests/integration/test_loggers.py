@@ -47,7 +47,7 @@ def mlflow_logger(folder: str) -> Logger:
 
 
 def make_database(folder: str) -> None:
-    """Create the tables first: of workers that start together, all but one would fail (docs/loggers.md)."""
+    """Create the tables first, because concurrent workers would fail to (docs/loggers.md)."""
     mlflow_logger(folder)
 
 
@@ -70,17 +70,17 @@ def read_wandb(folder: str) -> list[dict[str, Points]]:
 
 def _records(content: bytes) -> Iterator[bytes]:
     """Yield the records of a LevelDB log: blocks of 32 KiB hold pieces, each after its checksum, length and kind."""
-    position, pieces = 7, b""  # after W&B's own header
+    position, pieces = 7, b""  # skips the header of W&B
     while position + 7 <= len(content):
-        room = 32768 - position % 32768
-        if room >= 7:
+        advance = 32768 - position % 32768
+        if advance >= 7:
             _, length, kind = struct.unpack_from("<IHB", content, position)
             pieces += content[position + 7 : position + 7 + length]
-            if kind in (1, 4):  # a whole record, or its last piece
+            if kind in (1, 4):  # a complete record or its last piece
                 yield pieces
                 pieces = b""
-            room = 7 + length
-        position += room
+            advance = 7 + length
+        position += advance
 
 
 def read_mlflow(folder: str) -> list[dict[str, Points]]:
@@ -113,7 +113,7 @@ def test_a_logger_records_all_exchanges(
     of_batches = run_workers(train_with, 2, str(tmp_path), every, process_group=False, new=True)[0]
     assert [len(steps) for _, steps in of_batches] == [1] * STEPS
     [runs] = run_workers(read, 1, str(tmp_path), process_group=False, new=True)
-    [found] = runs  # the first worker's, and no other's
+    [found] = runs  # only rank 0 logs
     # Times differ from run to run.
     found = {name: points for name, points in found.items() if name.startswith("sparse/") and name[-3:] != "_ms"}
     rows = expected_rows(of_batches, every, waits=False)

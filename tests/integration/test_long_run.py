@@ -1,11 +1,11 @@
-"""Does anything grow, drift or part company in a long training?
+"""Checks that memory stays constant and replicas stay equal in a long training.
 
-    python -m tests.integration.test_long_run    # 20,000 steps of four workers; 800 of three in the suite
+    python -m tests.integration.test_long_run    # 20,000 steps on four workers; the suite runs 800 steps on three
 
-Trains a small classifier on scikit-learn's digits through a Trainer with everything that a user would have on: several
-buckets, momentum, both monitors, a logger, checkpoints. Pixels get fresh noise and every fifth label is drawn anew, so
-the gradient never vanishes and training has a plateau to stay on. At every twentieth part of the run each worker notes
-its memory, its open files and threads, and a digest of its weights.
+Trains a small classifier on scikit-learn's digits with several buckets, momentum, both monitors, a logger and
+checkpoints. Pixels get new noise in each batch, and a fifth of the labels is random, so the gradient never vanishes and
+training reaches a plateau. At every twentieth of the run, each worker records its memory, its open files, its threads
+and a digest of its weights.
 """
 
 import gc
@@ -34,7 +34,7 @@ MARKS = 20
 
 
 class NoisyDigits(IterableDataset[tuple[Tensor, Tensor]]):
-    """Batches of digits without end, other ones on each worker."""
+    """Endless batches of digits that differ between workers."""
 
     def __init__(self, rank: int) -> None:
         digits = load_digits()
@@ -52,7 +52,7 @@ class NoisyDigits(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class DigitClassifier(LightningModule):
-    """Three layers under momentum, at a constant learning rate, with a weight decay that brings them to rest soon."""
+    """Three layers with momentum, a constant learning rate, and weight decay for an early plateau."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class DigitClassifier(LightningModule):
 
 @dataclass
 class Mark:
-    """What one worker noted at one step; density and error are of the steps since the last mark."""
+    """The record of a worker at a step, with means over the steps since the last mark."""
 
     step: int
     resident_bytes: int
@@ -85,7 +85,7 @@ class Mark:
 
 
 class Notes(Callback):
-    """Takes the marks."""
+    """Records the marks."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -105,7 +105,7 @@ class Notes(Callback):
         self.marks.append(
             Mark(
                 trainer.global_step,
-                memory("RssAnon"),  # without pages of files
+                memory("RssAnon"),  # excludes pages of mapped files
                 len(os.listdir("/proc/self/fd")),
                 len(os.listdir("/proc/self/task")),
                 len(gc.get_objects()),
@@ -119,13 +119,13 @@ class Notes(Callback):
 
 
 def digest(model: nn.Module) -> str:
-    """The same for two models only if every bit is."""
+    """Returns a hash of all bits of the weights."""
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
 def train(steps: int, folder: str) -> tuple[list[Mark], float]:
-    """Runs in every worker."""
+    """Trains and returns the marks and the total error. Runs in every worker."""
     rank = int(os.environ["RANK"])
     notes = Notes(steps // MARKS)
     strategy = DDPHardThresholdStrategy(density=0.01, bucket_cap_mb=0.02)
@@ -137,7 +137,7 @@ def train(steps: int, folder: str) -> tuple[list[Mark], float]:
 
 
 def run(steps: int, num_workers: int) -> list[tuple[list[Mark], float]]:
-    """Returns every worker's marks and the total error of its run."""
+    """Returns the marks and the total error of every worker."""
     with tempfile.TemporaryDirectory() as folder:
         return run_workers(train, num_workers, steps, folder, process_group=False, timeout=60 + 0.1 * steps)
 
@@ -153,12 +153,12 @@ def test_memory_and_replicas_stay_constant() -> None:
         middle, last = marks[9], marks[-1]
         assert last.open_files == middle.open_files
         assert last.threads == middle.threads
-        # Half of the run lies between them: one object a step would be 400, one kilobyte a step 0.4 MB, of which an
-        # allocator that grows by whole pages hides some.
+        # 400 steps lie between both marks: a leak of one object per step would be 400 objects, a leak of 1 kB per step
+        # 0.4 MB. The limit on bytes allows for an allocator that grows by whole pages.
         assert last.objects - middle.objects < 100
         assert last.resident_bytes - middle.resident_bytes < 4_000_000
         assert 0 < total_error < math.inf
-        # Calibration is over after 50 steps and the residual filled after some hundred; from there on nothing changes.
+        # Calibration takes 50 steps and filling the residual a few hundred; then the statistics stay constant.
         assert 0.5 < last.density / middle.density < 1.5
         assert 0.8 < last.error_norm / middle.error_norm < 1.25
 

@@ -56,7 +56,7 @@ class TestHiddenState:
         assert [window.shape for window, _ in windows] == [(10, 3), (10, 3)]
         inputs, targets = (torch.cat(parts) for parts in zip(*windows, strict=True))
         whole = cross_entropy(model(inputs)[0].flatten(0, 1), targets.flatten(), reduction="sum")
-        for _ in range(2):  # the second epoch begins anew
+        for _ in range(2):  # the second epoch resets the hidden state
             parts = [model._summed_loss(window, index, "train") for index, window in enumerate(windows)]
             torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
             assert sum(int(words) for _, words in parts) == 60

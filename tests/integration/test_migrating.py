@@ -1,6 +1,6 @@
-"""What docs/migrating.md shows runs: each snippet's side before, its side after, and what each exchanges by.
+"""Runs both sides of each diff in docs/migrating.md and checks which communication hook is registered.
 
-That what is there after trains is seen by test_snippets.py, too.
+test_snippets.py also trains with the side after the change.
 """
 
 import re
@@ -27,7 +27,7 @@ OF_LOOPS = [snippet for snippet in SNIPPETS if "DistributedDataParallel(" in sni
 
 
 def side(snippet: str, sign: str) -> str:
-    """Returns the program before (`-`) or after (`+`)."""
+    """Returns the program before (``-``) or after (``+``) the change."""
     return "\n".join(line[1:] for line in snippet.splitlines() if line[0] in (" ", sign))
 
 
@@ -43,18 +43,18 @@ def test_a_trainer_trains_before_and_after(snippet: str, sign: str) -> None:
     recorder = Recorder()
 
     def make_trainer(*, devices: int, strategy: Any) -> Trainer:
-        assert devices == 8  # what the page shows
+        assert devices == 8  # the number in the page
         return quiet_trainer(strategy, callbacks=[recorder])
 
     program = side(snippet, sign)
     exec(program, {"Trainer": make_trainer, "model": Classifier(), "loader": data()})
-    is_ours = "HardThreshold" in program or "hardthreshold" in program
-    # On a CPU Lightning's own strategy registers no hook, as the page says.
-    assert recorder.comm_hooks == ["sparse_hook" if is_ours else None]
+    is_sparse = "HardThreshold" in program or "hardthreshold" in program
+    # On a CPU Lightning's own strategy registers no hook.
+    assert recorder.comm_hooks == ["sparse_hook" if is_sparse else None]
 
 
 def run_loop(program: str, with_fabric: bool) -> tuple[str | None, bool]:
-    """Returns the hook of a loop of one's own, and whether both workers have the same weights."""
+    """Runs a custom loop; returns its hook, and whether both workers have equal weights."""
     model = nn.Linear(8, 3)
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     names: dict[str, Any] = {

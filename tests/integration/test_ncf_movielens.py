@@ -37,7 +37,7 @@ def write_ratings(path, rows, header=HEADER):
 
 
 def some_rows():
-    """Ratings of 13 users (ids 5, 10, 20, …), each of ten movies (ids 7, 14, … 910), in no order of time."""
+    """Returns ratings of 13 users (ids 5, 10, 20, …), each of ten movies (ids 7, 14, … 910), unsorted by time."""
     generator = np.random.default_rng(0)
     rated = np.arange(1, 131).reshape(13, 10)
     return [
@@ -172,20 +172,20 @@ class TestSampling:
         assert torch.equal(base, drawn())
         for other in ({"epoch": 1}, {"rank": 1}, {"seed": 2}):
             assert not torch.equal(base, drawn(**other))
-            # Not only another order: other negatives.
+            # The negatives differ, not only their order.
             assert sorted(base.T.tolist()) != sorted(drawn(**other).T.tolist())
 
     def test_negatives_are_uniform_over_all_items(self, ratings):
         shard = Shard(torch.zeros(100_000, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), num_batches=1)
         ((_, items, labels),) = epoch_batches(SimpleNamespace(num_items=20), shard)
         assert labels.sum() == 0
-        # 5,000 of each, with a deviation of 69.
+        # 5,000 of each item, with a standard deviation of 69.
         assert items.bincount(minlength=20).tolist() == pytest.approx([5000] * 20, abs=350)
         assert items.max() == 19
 
     def test_batches_are_shuffled_by_label(self, ratings):
         batches = epoch_batches(ratings, shards(ratings, 1)[0])
-        # 20 of 100 samples, with a deviation of 4.
+        # 20 of 100 samples, with a standard deviation of 4.
         assert all(5 <= labels.sum() <= 40 for _, _, labels in batches)
         assert {tuple(part.dtype for part in batch) for batch in batches} == {(torch.int32, torch.int32, torch.float32)}
 
@@ -201,7 +201,7 @@ class TestSampling:
         candidates = ratings.candidates[:num_users]
         options = {"batch_size": 101 * batch_size, "world_size": world_size}
         parts = [list(ranking_batches(candidates, rank=rank, **options)) for rank in range(world_size)]
-        assert len({len(part) for part in parts}) == 1  # where users are fewer than workers, empty batches
+        assert len({len(part) for part in parts}) == 1  # some batches are empty if users are fewer than workers
         ranked = [user for part in parts for users, _ in part for user in users.tolist()]
         assert sorted(ranked) == list(range(num_users))
         for part in parts:
@@ -253,7 +253,7 @@ class TestSplit:
             held_out = item_ids[ratings.candidates[user, 0]]
             assert held_out == own[own[:, 3].argmax(), 1]
             assert sorted([*trained, held_out]) == sorted(own[:, 1])
-            # In the order of the file.
+            # Keeps the order of the file.
             assert trained == [item for item in own[:, 1] if item != held_out]
             negatives = {*item_ids[ratings.candidates[user, 1:]].tolist()}
             assert len(negatives) == 100
@@ -261,7 +261,7 @@ class TestSplit:
 
     @pytest.mark.parametrize("num_items", [1000, 120, 104])
     def test_candidates_are_uniform(self, num_items):
-        # Every user has rated items 0 to 3; with few items they are listed, with many drawn until they fit.
+        # Every user has rated items 0 to 3. Few items are enumerated; many are drawn until they are unrated.
         num_users = 3000
         rated = (np.arange(num_users)[:, None] * num_items + np.arange(4)).ravel()
         drawn = unrated_items(rated, np.full(num_users, 4), num_items, 100, seed=0)
@@ -293,7 +293,7 @@ class TestMetrics:
         if levels:
             scores = (scores * levels).floor() / levels
             nudged = scores.clone()
-            # torchmetrics breaks ties as they come; a little less for the held-out item is what pessimistic means.
+            # torchmetrics breaks ties arbitrarily; a lower score for the held-out item makes its rank pessimistic.
             nudged[:, 0] -= 1e-3
             assert (scores[:, 1:] == scores[:, :1]).any()
         relevant = torch.zeros(200, 101, dtype=torch.bool)
@@ -309,7 +309,7 @@ class TestMetrics:
 
 @on_workers(2)
 def test_metrics_of_uneven_shards_of_two_workers():
-    # Ranks 0, 0, 9 and 10 of four users, of whom the second worker has one.
+    # Ranks 0, 0, 9 and 10 of four users; the second worker has one user.
     scores = torch.arange(20.0).repeat(4, 1)
     scores[:, 0] = torch.tensor([99, 99, 10.5, 9.5])
     mine = [scores[:3], scores[:0]] if torch.distributed.get_rank() == 0 else [scores[3:]]
@@ -347,7 +347,7 @@ class TestLowRank:
         best = known.best_hit_rate()
         deviation = (best * (1 - best) / len(hits)) ** 0.5
         assert hits.float().mean().item() == pytest.approx(best, abs=3 * deviation)
-        # Popularity alone does not come near, chance is 10 / 101.
+        # Popularity alone is far worse; chance is 10 / 101.
         popularity = known.ratings.items.bincount(minlength=known.ratings.num_items).float()
         hits = pessimistic_ranks(popularity[known.ratings.candidates.long()]) < 10
         assert hits.float().mean() < 0.6 * best
@@ -467,7 +467,7 @@ class TestFile:
         assert (ratings.num_users, ratings.num_items) == (610, 9_724)
         assert len(ratings.users) == len(ratings.items) == 100_836 - 610
         assert ratings.candidates.shape == (610, 101)
-        # What most people have seen is what most people see next.
+        # Popular movies are likely to be held out.
         popularity = ratings.items.bincount(minlength=ratings.num_items).float()
         hits = pessimistic_ranks(popularity[ratings.candidates.long()]) < 10
         assert 0.5 < hits.float().mean() < 0.7
@@ -476,7 +476,7 @@ class TestFile:
 class TestArchive:
     @pytest.fixture
     def server(self, tmp_path, monkeypatch):
-        """The requests to a server that sends a good archive."""
+        """Returns the requests to a server that sends an intact archive."""
         asked = []
 
         def serve(url, path, *, md5=None):

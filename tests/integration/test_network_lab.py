@@ -16,8 +16,8 @@ PROJECT = Path(__file__).parents[2]
 
 SHOW_ENVIRONMENT = "import json, os; print(json.dumps([dict(os.environ), sorted(os.sched_getaffinity(0))]))"
 
-KNOCK = """
-# Rank 1 knocks at a port of host 0 at which nobody listens: who is there refuses.
+CONNECT = """
+# Rank 1 connects to a port of host 0 without a listener: a reachable host refuses the connection.
 import os, socket, sys
 if os.environ["RANK"] == "1":
     try:
@@ -29,7 +29,7 @@ if os.environ["RANK"] == "1":
 """
 
 EXCHANGE = """
-# Two hosts send each other some bytes at the same time, and print in how many seconds they received those.
+# Two hosts send bytes to each other at the same time, and print the seconds until all have arrived.
 import os, socket, sys, threading, time
 size, address = int(sys.argv[1]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if os.environ["RANK"] == "0":
@@ -55,7 +55,7 @@ sender.join()
 """
 
 COMMAND_LINE = """
-# Ctrl-C must work, also where the tests run in the background and SIGINT is ignored.
+# Restores Ctrl-C, which background processes ignore.
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from benchmarks.network_lab import main
@@ -103,7 +103,7 @@ def test_a_link_keeps_its_rate_in_both_directions_and_counts(lab):
     before = [lab.bytes_sent(host) for host in range(2)], [lab.bytes_received(host) for host in range(2)]
     outputs = lab.run([sys.executable, "-c", EXCHANGE, str(size)], timeout=60)
     seconds, addresses = zip(*(output.split() for output in outputs), strict=True)
-    # A lower bound on time, so that a busy machine cannot break it: 1.2 s are due for 3 MB at 20 Mbit/s.
+    # 3 MB at 20 Mbit/s take at least 1.2 s. A busy machine cannot violate a lower bound.
     assert min(map(float, seconds)) > 1.0
     assert addresses == (lab.address(0), lab.address(1))
     assert addresses[0] != addresses[1]
@@ -117,9 +117,9 @@ def test_a_link_keeps_its_rate_in_both_directions_and_counts(lab):
 
 def test_a_link_can_be_cut_and_restored(lab):
     lab.link_down(1)
-    assert lab.run([sys.executable, "-c", KNOCK, "0.3"])[1] == "lost\n"
+    assert lab.run([sys.executable, "-c", CONNECT, "0.3"])[1] == "lost\n"
     lab.link_up(1)
-    assert lab.run([sys.executable, "-c", KNOCK, "20"])[1] == "refused\n"
+    assert lab.run([sys.executable, "-c", CONNECT, "20"])[1] == "refused\n"
 
 
 def test_a_worker_that_fails_ends_the_others(lab):
@@ -152,7 +152,7 @@ def test_nothing_is_left_after_a_signal(lab, number):
     else:
         assert process.returncode == 128 + number
     assert namespaces(process.pid) == []
-    # Killed workers of a killed lab need a moment to die, and may then still wait for their new parent.
+    # After SIGKILL of the lab, its workers take a moment to die and to be reaped by their new parent.
     deadline = time.monotonic() + (20 if number == signal.SIGKILL else 0)
     while any(map(is_running, process_ids)):
         assert time.monotonic() < deadline

@@ -65,9 +65,9 @@ def test_the_cells_of_the_page_train_save_and_resume_in_a_kernel(
     fit, go_on = (block.code for block in blocks(page, "python") if "_notebook" in block.code)
     cells = [BEFORE, fit, AFTER_FIRST, go_on, AFTER_SECOND]
     notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()  # raises what a cell raises
+    NotebookClient(notebook, timeout=240, kernel_name="python3").execute()  # raises the error of a cell
     printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
     assert "2 processes" in printed[1]
     assert "is written without residuals: it is saved by a process that was no worker" in printed[2]
     assert "Restored all states" in printed[3]
-    assert "calibrat" not in printed[3]  # λ is the checkpoint's
+    assert "calibrat" not in printed[3]  # λ comes from the checkpoint

@@ -27,7 +27,7 @@ STOP, END = 4, 9
 
 @dataclass(frozen=True)
 class Case:
-    """A training; ``is_exact`` if a resumed run equals a run without a stop to the last bit."""
+    """A training; ``is_exact`` if a resumed run equals an uninterrupted run to the last bit."""
 
     strategy: type
     options: dict[str, Any]
@@ -61,7 +61,7 @@ CASES = {
 def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[dict[str, Tensor], str]:
     case, weights = CASES[name], dict[str, Tensor]()  # at the end of training, on their device
     last = LambdaCallback(on_train_end=lambda _, module: weights.update(clones(module.named_parameters())))
-    if device == "cuda":  # each is a node of its own, so that all may have the same GPU
+    if device == "cuda":  # each worker is a separate node, so that all share a GPU
         os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
     num_workers = int(os.environ["WORLD_SIZE"])
     options = case.options

@@ -1,11 +1,11 @@
-"""Whatever plain DDP trains right, the sparse exchange does: with λ = 0 the same, with λ > 0 what error feedback says.
+"""Compares the sparse exchange with plain DDP (λ = 0) and with error feedback in plain tensors (λ > 0).
 
-Each row of the table (tests/integration/programs) is a program, and runs in four worlds on two workers each::
+Each row of the table (tests/integration/programs) is a program. It runs in four worlds, on two workers each::
 
     ddp      plain                                   zero     sparse, λ = 0: equal to ddp in every bit
     oracle   error feedback in plain tensors         sparse   λ > 0: equal to the oracle in every bit
 
-A new situation is one new entry.
+A new kind of program is a new row.
 """
 
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ CHUNKS = {name: place // CHUNK for place, name in enumerate(ROWS)}
 
 @pytest.fixture(scope="module")
 def outcomes(rows, tmp_path_factory):
-    """Returns a function that gives the outcomes of a row on both workers, and runs its chunk for that."""
+    """Returns a function that runs the chunk of a row if necessary, and returns its outcomes on both workers."""
     wanted = [row["name"] for row in rows]
     known: dict[str, list[Outcome] | Exception] = {}
 
@@ -45,7 +45,7 @@ def outcomes(rows, tmp_path_factory):
 
 
 def row_of(name):
-    """Returns a row of the table of tests; the first of each part of the programs represents that part."""
+    """Returns a parameter of the test; the first row of each part of the programs is representative."""
     marks = [pytest.mark.xdist_group(f"programs {CHUNKS[name]}")]
     return pytest.param(name, marks=[*marks, pytest.mark.representative] if name in FIRST_OF_PARTS else marks)
 
@@ -91,7 +91,7 @@ def assert_sent_densely(row, ddp, zero):
     assert ddp.comm_hooks == [None] * len(zero.comm_hooks)
     assert zero.comm_hooks == ["sparse_hook"] * len(ddp.comm_hooks)
     assert not any(residual.any() for residual in zero.residuals.values())
-    # Each backward is sent whole, but for parameters that it did not reach.
+    # Each backward sends everything, except parameters that it did not use.
     assert row.leaves_out or all(density == 1.0 for density in zero.densities)
     assert new_warnings(row, zero, ddp) <= row.warns_of
 
@@ -100,11 +100,11 @@ def assert_sent_sparsely(row, ddp, oracle, sparse):
     assert_equal(sparse.residuals, oracle.residuals, "residuals")
     assert sparse.num_exchanges == oracle.num_exchanges
     sent, held = oracle.sent / oracle.offered, oracle.held / oracle.offered
-    assert min(sent, held) > 0.05, f"λ sends {sent:.1%} and holds back {held:.1%}, which tells little"
+    assert min(sent, held) > 0.05, f"λ sends {sent:.1%} and keeps {held:.1%}. Both must exceed 5 %"
     assert (oracle.num_rolled_back > 0) == row.rolls_back
     assert new_warnings(row, sparse, ddp) <= row.warns_of
 
 
 def new_warnings(row, run, ddp):
-    """What our strategy alone warns of: the first quoted name in each message."""
+    """Returns the warnings of the sparse strategy alone, or only their first quoted names if the row lists names."""
     return {message.split("'")[1] if row.warns_of else message for message in run.warnings - ddp.warnings}

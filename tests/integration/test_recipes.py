@@ -185,10 +185,10 @@ def expect(dataset, md5, patch):
 
 @pytest.fixture(params=[CIFAR10, CIFAR100], ids=["cifar10", "cifar100"])
 def dataset(request, monkeypatch):
-    """A data set; fetching it fails the test."""
+    """Returns a data set; a download fails the test."""
 
     def refuse(*args, **kwargs):
-        raise AssertionError("fetched what is there already")
+        raise AssertionError("fetched an existing file")
 
     monkeypatch.setattr(images_module, "fetch", refuse)
     return request.param
@@ -196,7 +196,7 @@ def dataset(request, monkeypatch):
 
 @pytest.fixture
 def folder(dataset, tmp_path, monkeypatch):
-    """The folder of a small data set."""
+    """Returns the folder of a small data set."""
     folder = write_images(dataset, tmp_path)
     expect(dataset, checksums(folder), monkeypatch.setattr)
     return folder
@@ -264,7 +264,7 @@ class TestData:
 
     def test_crops_each_image_at_its_own_place(self):
         torch.manual_seed(0)
-        # Every pixel says where it was; padding is zero.
+        # Pixel values encode positions; padding is zero.
         image = torch.arange(1, 1 + 32 * 32, dtype=torch.int32).view(1, 32, 32)
         cropped = crop_randomly(image.expand(2000, 3, 32, 32), padding=4)
         assert cropped.shape == (2000, 3, 32, 32)
@@ -286,7 +286,7 @@ class TestData:
         flipped = flip_randomly(images)
         mirrored, same = ((flipped == other).flatten(1).all(1) for other in (images.flip(-1), images))
         assert torch.equal(same, ~mirrored)
-        # Four standard deviations of a thousand fair coins.
+        # 63 is four standard deviations of a thousand fair coins.
         assert mirrored.sum().item() == pytest.approx(500, abs=63)
 
     def test_takes_the_first_images(self, dataset, folder):
@@ -329,7 +329,7 @@ class TestData:
 class TestUnpack:
     @pytest.fixture
     def archive(self, dataset, folder, monkeypatch):
-        """The archive of the small data set, whose folder is gone."""
+        """Returns the archive of the small data set, and removes the folder."""
         archive = folder.parent / "fetched.tar.gz"
         with tarfile.open(archive, "w:gz") as content:
             content.add(folder, folder.name)
@@ -389,7 +389,7 @@ NUM_UNEVEN = 37
 def evaluate(num_workers):
     """Return the metrics of the same weights in fit, validate and test."""
     torch.manual_seed(0)
-    # A step that changes nothing, so that DDP wraps the model and the weights do not depend on the number of workers.
+    # A step wraps the model in DDP; the tiny learning rate keeps the weights equal for all numbers of workers.
     model = ImageClassifier(width=2, learning_rate=1e-30, warmup_from=1e-30, weight_decay=0.0)
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -407,12 +407,12 @@ def test_evaluation_counts_no_image_twice():
     (alone,) = run_workers(evaluate, 1, 1, process_group=False)
     assert alone["val/accuracy"] * NUM_UNEVEN == pytest.approx(round(alone["val/accuracy"] * NUM_UNEVEN), abs=1e-5)
     assert alone["val/accuracy"] == alone["test/accuracy"] == alone["val/accuracy in fit"]
-    # Of three workers two have a last batch in which no image counts.
+    # With three workers, the last batch of two has only ignored images.
     for num_workers in (2, 3):
         for worker in run_workers(evaluate, num_workers, num_workers, process_group=False):
             assert worker.keys() == alone.keys()
             for name, value in alone.items():
-                tolerance = 0 if "accuracy" in name else 1e-5  # the loss is a sum in another order
+                tolerance = 0 if "accuracy" in name else 1e-5  # losses are added in another order
                 assert worker[name] == pytest.approx(value, rel=tolerance, abs=0), (num_workers, name)
 
 

@@ -32,7 +32,7 @@ from tests.workers import of_all_workers, on_workers, run_workers
 
 
 class Manual(ManualClassifier):
-    """Steps in a way of its own: through Lightning's optimizer, torch's, in hooks of parameters, or by hand."""
+    """Steps with Lightning's or torch's optimizer, in hooks of parameters, or without an optimizer."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_a_fit_without_any_exchange_causes_a_single_warning(batches: int, period
 
 
 class WithoutRate(torch.optim.SGD):
-    """As Hugging Face's Adafactor by default: its groups have no learning rate, which follows from its own state."""
+    """Has no learning rate in its groups, as Hugging Face's Adafactor by default."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)

@@ -1,4 +1,4 @@
-"""Simulated workers come to what as many processes come to, to the last bit."""
+"""Simulated workers give the results of as many processes, to the last bit."""
 
 import os
 import random
@@ -42,7 +42,7 @@ from tests.workers import on_workers, run_workers
 
 
 class Noisy(Classifier):
-    """Has dropout, batch norm, noise of other libraries, and logs its loss in two ways."""
+    """Has dropout, batch norm and random numbers of other libraries; logs its loss per step and per epoch."""
 
     def __init__(self, make_optimizer: Any = None) -> None:
         super().__init__(make_optimizer)
@@ -59,7 +59,7 @@ class Noisy(Classifier):
 
 
 class InPlace(Classifier):
-    """Carries something along from batch to batch, in an attribute that it changes in place."""
+    """Keeps a state between batches, in an attribute that it changes in place."""
 
     def __init__(self, make_optimizer: Any = None) -> None:
         super().__init__(make_optimizer)
@@ -79,14 +79,14 @@ class Rebinding(InPlace):
 
 
 class Forgetting(InPlace):
-    """Begins each epoch without a past."""
+    """Resets its state in each epoch."""
 
     def on_train_epoch_start(self) -> None:
         self.memory = {"mean": torch.zeros(8)}
 
 
 class WithBuffer(Classifier):
-    """What it has seen is in a buffer that its forward uses."""
+    """Sums its inputs in a buffer that its forward uses."""
 
     def __init__(self, make_optimizer: Any = None) -> None:
         super().__init__(make_optimizer)
@@ -98,20 +98,20 @@ class WithBuffer(Classifier):
 
 
 class Shards(IterableDataset):
-    """Batches that follow from the worker's rank, sizes too, as a data set does that is told it when it is made."""
+    """Batches whose values and sizes depend on the rank that the constructor gets."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def __iter__(self) -> Any:
         generator = torch.Generator().manual_seed(self.rank)
-        size = 4 + 6 * self.rank  # an even sum: Lightning rounds the mean of how many examples workers had
+        size = 4 + 6 * self.rank  # an even sum, because Lightning rounds the mean batch size of the workers
         for _ in range(6):
             yield [torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator)]
 
 
 class Bookmarked:
-    """A loader that says where it is, of a worker's own."""
+    """A loader for one worker that saves and restores its position."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.read = rank, 0
@@ -133,7 +133,7 @@ class Bookmarked:
 
 
 class OwnData(Classifier):
-    """Makes its loader itself; this one's data set draws random numbers for every item."""
+    """Creates its own loader, which draws random numbers for every batch."""
 
     num_processes = 0
 
@@ -147,21 +147,21 @@ def _jittered(items: Any) -> Any:
 
 
 class Scheduled(OwnData):
-    """Asks how many steps there will be, for which Lightning makes loaders, and then how many workers."""
+    """Makes Lightning create loaders early; its learning rate depends on the number of workers."""
 
     def configure_optimizers(self) -> Any:
-        self.trainer.fit_loop.setup_data()  # as estimated_stepping_batches does where the number of epochs is limited
+        self.trainer.fit_loop.setup_data()  # as estimated_stepping_batches does with a limited number of epochs
         return torch.optim.SGD(self.parameters(), lr=0.05 * self.trainer.world_size)
 
 
 class InAnotherProcess(OwnData):
-    """In a process of the loader's own, which Lightning seeds by the worker's rank."""
+    """Augments in a loader process, which Lightning seeds by the rank of the worker."""
 
     num_processes = 1
 
 
 class Sharded(OwnData):
-    """Its data and its loss follow from the rank."""
+    """Has data and a loss that depend on the rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -172,15 +172,15 @@ class Sharded(OwnData):
         return DataLoader(Shards(self.trainer.global_rank), batch_size=None)
 
 
-class Placed(Sharded):
-    """Reads loaders that can go on in their middle."""
+class Resuming(Sharded):
+    """Has a loader that can resume in the middle of an epoch."""
 
     def train_dataloader(self) -> Any:
         return Bookmarked(self.trainer.global_rank)
 
 
 class Pictures(Classifier):
-    """Its convolutions lie in memory by channels, and one of its layers is in double precision."""
+    """Has convolutions in ``channels_last`` format and a layer in double precision."""
 
     def __init__(self, make_optimizer: Any = None) -> None:
         super().__init__(make_optimizer)
@@ -198,7 +198,7 @@ class Pictures(Classifier):
 
 
 class Scaled(Classifier):
-    """Its learning rate follows from how many workers there are; every third backward it does not step."""
+    """Has a learning rate that depends on the number of workers; skips every third step."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
@@ -210,8 +210,8 @@ class Scaled(Classifier):
             optimizer.step(closure=optimizer_closure)
 
 
-class Sometimes(Classifier):
-    """Its middle layer is for one batch in four, and for one more of the first worker's."""
+class OftenSkipping(Classifier):
+    """Uses its middle layer in one of four batches, and on rank 0 in one more."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, labels = batch
@@ -222,7 +222,7 @@ class Sometimes(Classifier):
 
 
 class Witness(Callback):
-    """What a worker comes to."""
+    """Records the training of a worker."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {"steps": [], "logged": []}
@@ -247,7 +247,7 @@ def shuffled() -> DataLoader:
 
 
 class Stream(IterableDataset):
-    """The same items for every worker."""
+    """Yields equal items to every worker."""
 
     def __iter__(self) -> Any:
         yield from data(12, 3).dataset
@@ -258,7 +258,7 @@ def persistent() -> DataLoader:
 
 
 def _fit(case: dict[str, Any], num_simulated: int, ckpt_path: str | None) -> dict[str, Any]:
-    """Trains on workers that are simulated, or on as many processes as there are if the number is 0."""
+    """Trains on simulated workers, or on the running processes if ``num_simulated`` is 0."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
     if case.get("seeds"):
@@ -267,8 +267,8 @@ def _fit(case: dict[str, Any], num_simulated: int, ckpt_path: str | None) -> dic
     if num_simulated:
         strategy: Any = SimulatedWorkersStrategy(sparsifier, num_simulated, own_attributes=case.get("own", []), **like)
     else:
-        may_leave_out = {"find_unused_parameters": case.get("module") is Sometimes}
-        strategy = SparseDDPStrategy(sparsifier, exchange="gather", **may_leave_out, **like)
+        ddp_options = {"find_unused_parameters": case.get("module") is OftenSkipping}
+        strategy = SparseDDPStrategy(sparsifier, exchange="gather", **ddp_options, **like)
     witness = Witness()
     options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
     trainer = quiet_trainer(strategy, callbacks=[witness], **options)
@@ -320,7 +320,7 @@ CASES: dict[str, dict[str, Any]] = {
     "layers": {"sparsifier": HardThreshold(threshold=0.05, layer_thresholds={"first.*": 0.2})},
 } | {
     f"{type(sparsifier).__name__} {of}, layers unused": {
-        "module": Sometimes,
+        "module": OftenSkipping,
         "sparsifier": sparsifier,
         "trainer": {"max_steps": 14},
     }
@@ -337,7 +337,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# In a sum of three the order matters.
+# A sum of three terms depends on the order.
 OF_THREE = (
     *("plain", "shuffled, several epochs", "accumulated", "bfloat16", "random numbers", "top k of the model"),
     *("an attribute bound anew", "an attribute changed in place", "buffers, accumulated"),
@@ -353,7 +353,7 @@ def test_simulated_workers_equal_processes(name: str) -> None:
     assert found["logged"] == expected["logged"]
     assert found["mean"] == pytest.approx(expected["mean"], rel=1e-6)
     assert 0 < found["steps"][-1].density < 0.9
-    if case.get("undoes"):  # what no optimizer steps on is not exchanged here, and undone there
+    if case.get("undoes"):  # skipped steps: simulation exchanges nothing, processes roll back
         assert len(found["steps"]) < len(expected["steps"])
         return
     for step, other in zip(found["steps"], expected["steps"], strict=True):
@@ -365,7 +365,7 @@ UP_TO_ROUNDING: dict[str, dict[str, Any]] = {
     "clipped": {"like": {"local_clip_norm": 0.2}},
     "held": {"sparsifier": HardThreshold(density=0.05, calibration_steps=3)},
     "held, of each layer that some worker uses": {
-        "module": Sometimes,
+        "module": OftenSkipping,
         "sparsifier": HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
         "trainer": {"max_steps": 24},
     },
@@ -374,7 +374,7 @@ UP_TO_ROUNDING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UP_TO_ROUNDING)
 def test_results_of_a_norm_agree_up_to_rounding(name: str) -> None:
-    """The norm is added up bucket by bucket, and simulated workers have one bucket."""
+    """Processes sum the norm by bucket, and simulated workers have a single bucket."""
     found, expected = simulated(UP_TO_ROUNDING[name]), processes(UP_TO_ROUNDING[name])
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
     thresholds = [step.threshold for step in found["steps"]]
@@ -416,8 +416,8 @@ def test_a_small_checkpoint_holds_the_mean_residual(tmp_path: Path) -> None:
 
 def test_loaders_resume_as_in_processes(tmp_path: Path) -> None:
     path = str(tmp_path / "one.ckpt")
-    simulated({"module": Placed, "trainer": {"max_steps": 4}, "saves": path})
-    case = {"module": Placed, "trainer": {"max_steps": 7}}
+    simulated({"module": Resuming, "trainer": {"max_steps": 4}, "saves": path})
+    case = {"module": Resuming, "trainer": {"max_steps": 7}}
     resumed = simulated(case, ckpt_path=path)
     for other in (simulated(case), processes(case, ckpt_path=path)):
         assert_equal(resumed["weights"], other["weights"])
@@ -442,11 +442,11 @@ def test_simulated_workers_use_the_given_exchange() -> None:
     assert gathered.payload_bytes < gathered.dense_bytes <= dense.payload_bytes
 
 
-# What Lightning and its users see.
+# Hooks, monitors and warnings.
 
 
-class InPart(Classifier):
-    """Nobody uses one of its layers, and only the second worker one of its parameters."""
+class PartlyUsed(Classifier):
+    """Has an unused layer, and a parameter that only rank 1 uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -479,10 +479,10 @@ class InPart(Classifier):
 
 @on_workers(1, process_group=False)
 def test_hooks_and_monitors_see_all_workers_and_only_rank_0_prints() -> None:
-    module, monitor = InPart(), DensityMonitor(per_layer=True)
+    module, monitor = PartlyUsed(), DensityMonitor(per_layer=True)
     strategy = SimulatedWorkersStrategy(HardThreshold(threshold=0.05), 3)
     trainer = quiet_trainer(strategy, max_steps=2, val_check_interval=1, num_sanity_val_steps=0, callbacks=[monitor])
-    with pytest.warns(UserWarning, match=r"InPart.on_after_backward is called for each simulated worker"):
+    with pytest.warns(UserWarning, match=r"PartlyUsed.on_after_backward is called for each simulated worker"):
         trainer.fit(module, data(60, 3), data(10, 5))
     last_step = trainer.strategy.state.last_step
     assert float(trainer.callback_metrics["sparse/density"]) == pytest.approx(last_step.density)
@@ -491,12 +491,12 @@ def test_hooks_and_monitors_see_all_workers_and_only_rank_0_prints() -> None:
     assert str(monitor.table())
     assert module.without_gradient == [(True, False)] * 2
     assert module.ranks == [(2, 3), (1, 3), (0, 3)] * 2
-    assert module.sizes == [[5, 5]] * 4  # validation has batches of its own and all of them
+    assert module.sizes == [[5, 5]] * 4  # each validation reads both batches once
     assert module.num_calls == 2
 
 
 class RandomSelector(Sparsifier):
-    """Sends what chance picks, torch's own."""
+    """Selects at random with torch's global generator."""
 
     def select(self, compensated: Tensor, layout: Any) -> Selection:
         indices = (torch.rand(compensated.numel()) < 0.1).nonzero().squeeze(1)
@@ -510,7 +510,7 @@ def test_a_sparsifier_with_global_random_numbers_causes_a_warning() -> None:
     assert sum("random numbers" in str(warning.message) for warning in caught) == 1
 
 
-# What is refused.
+# Rejected operations.
 
 
 class OwnTransfer(Classifier):
@@ -525,15 +525,15 @@ class Gathering(Classifier):
 
 
 class Perturbing(Classifier):
-    """Steps as SAM does."""
+    """Evaluates the closure twice per step, as SAM does."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         optimizer.step(closure=optimizer_closure)
 
 
-class PastLightning(Classifier):
-    """Makes some steps with Lightning's optimizer, and those after them without."""
+class BypassingLightning(Classifier):
+    """Steps with Lightning's optimizer ``num_steps`` times, then with torch's optimizer."""
 
     num_steps = 0
 
@@ -545,19 +545,19 @@ class PastLightning(Classifier):
             optimizer.optimizer.step()
 
 
-class LaterPastLightning(PastLightning):
+class LaterBypassingLightning(BypassingLightning):
     num_steps = 1
 
 
-class Relaid(Pictures):
-    """Changes how it lies in memory once it trains."""
+class Reformatted(Pictures):
+    """Changes its memory format when training starts."""
 
     def on_train_start(self) -> None:
         self.to(memory_format=torch.contiguous_format)
 
 
 class Unfrozen(Classifier):
-    """Trains a layer that was frozen when training was set up."""
+    """Trains a layer that was frozen during set-up."""
 
     def __init__(self, make_optimizer: Any = None) -> None:
         super().__init__(make_optimizer)
@@ -581,7 +581,7 @@ class Sized(Classifier):
 
 
 class Unranked(Classifier):
-    """Leaves it to torch to find out which worker it is."""
+    """Uses torch's DistributedSampler, which needs a process group."""
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(data().dataset, sampler=DistributedSampler(data().dataset))
@@ -600,7 +600,7 @@ class Transferring(LightningDataModule):
 
 
 class Exhausted:
-    """Has one iterator, however often it is asked for."""
+    """Returns the same exhausted iterator each time."""
 
     def __iter__(self) -> Any:
         return self
@@ -614,10 +614,10 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("Simulated workers do not support on_before_batch_transfer, which would get", OwnTransfer, data, {}),
     ("closures that are called several", lambda: Classifier(torch.optim.LBFGS), data, {}),
     ("closures that are called several times per step", Perturbing, data, {}),
-    ("steps that bypass Lightning", PastLightning, data, {}),
-    ("steps that bypass Lightning", LaterPastLightning, data, {}),
+    ("steps that bypass Lightning", BypassingLightning, data, {}),
+    ("steps that bypass Lightning", LaterBypassingLightning, data, {}),
     ("training_step returned None. Must return a loss on every worker", SilentModel, data, {}),
-    ("'first.weight' has strides", Relaid, data, {}),
+    ("'first.weight' has strides", Reformatted, data, {}),
     ("'first.bias' has a gradient, but was frozen or absent", Unfrozen, data, {}),
     (r"'words' is Embedding\(sparse=True\)", Embedded, data, {}),
     (r"The search for a batch size .* only one worker", Sized, lambda: None, {"callbacks": [BatchSizeFinder()]}),
@@ -642,5 +642,5 @@ def test_unsupported_operations_raise_when_they_happen() -> None:
         trainer, module = quiet_trainer(strategy, max_steps=4, **options), make()
         with pytest.raises((ValueError, RuntimeError), match=message):
             trainer.fit(module, source())
-        assert trainer.global_step == (1 if make is LaterPastLightning else trainer.global_step)
+        assert trainer.global_step == (1 if make is LaterBypassingLightning else trainer.global_step)
         assert (trainer.global_rank, trainer.world_size, rank_zero_only.rank) == (0, 1, 0), (message, module)

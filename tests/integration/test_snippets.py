@@ -1,4 +1,4 @@
-"""Run the Python and YAML blocks of the README and of docs/ on two workers, and train with what they make.
+"""Run the Python and YAML blocks of the README and of docs/ on two workers, and train with the objects they make.
 
 A block may use everything public, ``torch``, ``nn``, ``Trainer``, ``DistributedDataParallel``, a ``model``, its
 ``optimizer``, a ``loader``, and names from earlier blocks of its page. The test then trains with every Trainer,
@@ -35,7 +35,7 @@ from tests.workers import run_workers
 LANGUAGES = ("python", "diff", "yaml")
 TRAINS = [page for page in PAGES if blocks(page.read_text(), *LANGUAGES)]
 STEPS = 30
-"""As many as lie between two exchanges at most, in what a page proposes."""
+"""The longest interval between exchanges in any snippet."""
 
 
 @pytest.mark.parametrize("page", TRAINS, ids=lambda page: page.name)
@@ -45,7 +45,7 @@ def test_snippets_run_and_their_trainers_train(page: Path) -> None:
 
 WRONG = {
     "python": {
-        "raise RuntimeError('so it is')": "so it is",
+        "raise RuntimeError('my own error')": "my own error",
         "DDPHardThresholdStrategy(densty=0.1)": "'densty'.*'density'",
         "Trainer(devices=2, strategie='ddp')": "unexpected keyword argument 'strategie'",
         "register_comm_hook(model, TopK(0.1))": "got Classifier. Wrap the model first",
@@ -71,7 +71,7 @@ def test_wrong_snippets_are_detected(tmp_path: Path) -> None:
 
 
 def test_names_and_arguments_are_checked_without_a_run() -> None:
-    look_at("DDPHardThresholdStrategy(density=0.1, timeout=t); lightning_sparse.TopK(0.1); print(unknown(1))")
+    check_names("DDPHardThresholdStrategy(density=0.1, timeout=t); lightning_sparse.TopK(0.1); print(unknown(1))")
     for code, error in (
         ("TopK(densty=0.1)", "densty"),
         ("lightning_sparse.HardThreshold(1, 2, 3, 4, 5)", "too many"),
@@ -80,11 +80,11 @@ def test_names_and_arguments_are_checked_without_a_run() -> None:
         ("DDPHardThresholdStrategy(densty=0.1)", "densty"),
     ):
         with pytest.raises((TypeError, AttributeError), match=error):
-            look_at(code)
+            check_names(code)
 
 
 def errors_of(folder: str) -> dict[str, str]:
-    """Returns for every page what it was refused for, or nothing; each worker calls this."""
+    """Returns the error of every page, or an empty string. Every worker calls this."""
     errors = {}
     for page in sorted(Path(folder).glob("*.md")):
         try:
@@ -97,7 +97,7 @@ def errors_of(folder: str) -> dict[str, str]:
 
 
 def run_page(path: str) -> None:
-    """Runs every block of a page in order, each in a temporary folder; each worker calls this."""
+    """Runs every block of a page in order, each in a temporary folder. Every worker calls this."""
     text = Path(path).read_text()
     given = provided()
     for block in blocks(text, *LANGUAGES):
@@ -107,17 +107,17 @@ def run_page(path: str) -> None:
             if block.language == "yaml":
                 use(trainer_of(block.code), given)
             elif before and before[0].startswith("<!-- not run: "):
-                look_at(code)
+                check_names(code)
             else:
-                with elsewhere():
+                with temporary_folder():
                     run(code, given)
         except (Exception, SystemExit) as error:
             raise AssertionError(f"{path}, line {block.line}: {error!r}\n{block.code}") from error
 
 
 @contextlib.contextmanager
-def elsewhere() -> Iterator[None]:
-    """What is written without a path goes into a folder that is gone afterwards."""
+def temporary_folder() -> Iterator[None]:
+    """Changes to a temporary folder."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -128,7 +128,7 @@ def elsewhere() -> Iterator[None]:
 
 
 def provided() -> dict[str, Any]:
-    """Returns what a snippet finds."""
+    """Returns the names that every snippet may use."""
     torch.manual_seed(0)
     model = Classifier()
     return {
@@ -145,7 +145,7 @@ def provided() -> dict[str, Any]:
 
 
 class SmallTrainer(Trainer):
-    """Takes what a Trainer takes, and trains a few steps on the CPU workers that are there."""
+    """Accepts all options of a Trainer, but trains a few steps on the CPU workers of the test."""
 
     made: list["SmallTrainer"] = []  # noqa: RUF012
 
@@ -158,13 +158,13 @@ class SmallTrainer(Trainer):
 
 
 def run(code: str, given: dict[str, Any]) -> None:
-    """Runs a block among what came before it, and uses what it makes."""
+    """Runs a block with the names of earlier blocks, and uses the objects that it makes."""
     known = dict(given)
     SmallTrainer.made.clear()
     tree = ast.parse(code)
     shown = []
     for index, statement in enumerate(tree.body):
-        if isinstance(statement, ast.Expr):  # what stands alone on a line is there to be shown
+        if isinstance(statement, ast.Expr):  # also uses the values of expressions
             tree.body[index] = ast.parse(f"_shown.append({ast.unparse(statement)})").body[0]
     given["_shown"] = shown
     with mock.patch.object(lightning.pytorch, "Trainer", SmallTrainer):
@@ -175,7 +175,7 @@ def run(code: str, given: dict[str, Any]) -> None:
 
 
 def use(thing: Any, given: dict[str, Any]) -> None:
-    """Trains with what a block made, if it is something to train with."""
+    """Trains with an object of a block, unless it is of another type."""
     if isinstance(thing, Trainer):
         if thing.strategy.__class__.__module__.startswith("lightning_sparse"):
             if not thing.global_step:
@@ -196,17 +196,17 @@ def use(thing: Any, given: dict[str, Any]) -> None:
 
 
 def trainer_of(code: str) -> Trainer:
-    """Returns the Trainer that LightningCLI makes of a configuration."""
+    """Returns the Trainer that LightningCLI builds from a configuration."""
     options = yaml.safe_load(code)
     assert "trainer" in options, list(options)
     fixed = {"accelerator": "cpu", "devices": 2, "max_steps": STEPS, "max_epochs": -1}
     given = {"trainer": options["trainer"] | fixed | QUIET}
-    speaks = {"exit_on_error": False}
-    return LightningCLI(Classifier, run=False, save_config_callback=None, args=given, parser_kwargs=speaks).trainer
+    raises = {"exit_on_error": False}
+    return LightningCLI(Classifier, run=False, save_config_callback=None, args=given, parser_kwargs=raises).trainer
 
 
-def look_at(code: str) -> None:
-    """Raises where a snippet names or calls something of the package that is not there, or gives it what it lacks."""
+def check_names(code: str) -> None:
+    """Checks names and arguments of the package in a snippet without running it."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and node.module == "lightning_sparse":
             for alias in node.names:
@@ -220,11 +220,11 @@ def look_at(code: str) -> None:
 
 
 def check_call(function: Any, call: ast.Call) -> None:
-    """Raises TypeError where a call does not fit; what a strategy hands on must be Lightning's or DDP's."""
+    """Raises TypeError for invalid arguments; strategies also accept those of Lightning and DDP."""
     named = [keyword.arg for keyword in call.keywords if keyword.arg]
     inspect.signature(function).bind(*call.args, **dict.fromkeys(named))
     if inspect.isclass(function) and issubclass(function, Strategy):
-        takers = [*(base.__init__ for base in function.__mro__), DistributedDataParallel]
-        unknown = {*named}.difference(*(inspect.signature(taker).parameters for taker in takers))
+        accepting = [*(base.__init__ for base in function.__mro__), DistributedDataParallel]
+        unknown = {*named}.difference(*(inspect.signature(each).parameters for each in accepting))
         if unknown:
             raise TypeError(f"{function.__name__} has no {', '.join(sorted(unknown))}")

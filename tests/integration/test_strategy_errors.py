@@ -1,4 +1,4 @@
-"""What strategies refuse at construction, with the value and what is allowed; and the names they have."""
+"""Strategies reject invalid options at construction, and register their names."""
 
 import subprocess
 import sys
@@ -251,7 +251,7 @@ OF_LIGHTNING = [name for name, entry in StrategyRegistry.items() if entry["strat
 @pytest.mark.parametrize("name", OF_LIGHTNING)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_registers_every_ddp_name_of_lightning(family: str, name: str) -> None:
-    """What Lightning's own ``test_ddp_kwargs_from_registry`` asks of its names."""
+    """Checks the same properties as Lightning's own ``test_ddp_kwargs_from_registry``."""
     form = name.removeprefix("ddp")
     names = f"ddp_{family}{form}", name, f"local_{family}{form}"
     own, lightnings, local = map(StrategyRegistry.get, names)

@@ -54,7 +54,7 @@ class Workers:
 def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Workers]:
     """Starts ``function(*args)`` in every worker; kills remaining workers at the end."""
     started = Workers(folder)
-    context = multiprocessing.get_context("forkserver")  # the one that tests.workers has prepared
+    context = multiprocessing.get_context("forkserver")  # prepared by tests.workers
     with reserved_port() as port:
         try:
             for rank in range(num_workers):
@@ -86,7 +86,7 @@ def _work(rank: int, num_workers: int, port: int, folder: str, function: Callabl
     output = os.open(f"{folder}/output of {rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # As in the foreground of a terminal: a shell makes background jobs ignore SIGINT.
+    # Restores the foreground behaviour, because a shell makes background jobs ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ |= environment_of(rank, num_workers, port)
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse import HardThreshold
-from tests.integration.models import Classifier, data, forgets_a_search
+from tests.integration.models import Classifier, data, search_restriction
 from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
@@ -57,7 +57,7 @@ class ClosureCounter(Student):
         return super().training_step(batch, batch_idx)
 
 
-def several_a_step(at_least: int, runs: list[Run]) -> None:
+def several_per_step(at_least: int, runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == 2 * BATCHES
         assert len(run.texts) >= at_least * 2 * BATCHES
@@ -68,8 +68,8 @@ class StepSkipper(Student):
     """Evaluates the closure in every batch, and steps in two of three batches.
 
     Args:
-        then: what becomes of the gradients of a batch that is skipped: ``"dropped"``, ``"zeroed"``, or ``"kept"``, so
-            that the next batch adds to them, unless an epoch ends between.
+        then: treatment of the gradients of a skipped batch: ``"dropped"``, ``"zeroed"``, or ``"kept"``. The next batch
+            adds to kept gradients, unless a new epoch begins.
     """
 
     def __init__(self, then: str) -> None:
@@ -109,7 +109,7 @@ class WithLearningRate(Student):
         return data()
 
 
-def fit_and_tell(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+def fit_and_record(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
     trainer = make_trainer()
     trainer.fit(model)
     witness.texts.append(f"learning rate {model.lr}")
@@ -176,11 +176,11 @@ _fit = {"drive": fit_without_validation}
 
 ROWS = {
     "optimizer that ascends first": Row(
-        trains(partial(ClosureCounter, AscendingOptimizer), **_fit), partial(several_a_step, 2), rolls_back=True
+        trains(partial(ClosureCounter, AscendingOptimizer), **_fit), partial(several_per_step, 2), rolls_back=True
     ),
     "LBFGS": Row(
         trains(partial(ClosureCounter, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)), **_fit),
-        partial(several_a_step, 3),
+        partial(several_per_step, 3),
         rolls_back=True,
     ),
     **{
@@ -191,14 +191,14 @@ ROWS = {
     },
     "nothing done": Row(trains(ManualWithoutOutput, **_fit), partial(moved, 2 * (BATCHES - 2), ("first.weight",))),
     "learning rate found inside": Row(
-        trains(WithLearningRate, with_finder, fit_and_tell), partial(began_anew, 0.05), 0.05
+        trains(WithLearningRate, with_finder, fit_and_record), partial(began_anew, 0.05), 0.05
     ),
     "learning rate found inside a calibration": Row(
-        trains(WithLearningRate, with_finder, fit_and_tell),
+        trains(WithLearningRate, with_finder, fit_and_record),
         calibrated_again,
         make_sparsifier=partial(HardThreshold, density=0.3, calibration_steps=4),
         kinds=("sparse",),
-        missing=forgets_a_search,
+        missing=search_restriction,
     ),
     "embedding with sparse gradients under a Trainer": Row(
         trains(WithSparseEmbedding, drive=fail_to_fit), refused_with_advice, None, is_refused=True

@@ -39,7 +39,7 @@ class TwoOptimizers(ManualStudent):
         return nesterov(self.first.parameters()), sgd([*self.middle.parameters(), *self.last.parameters()])
 
 
-def stepped_once_a_batch(runs: list[Run]) -> None:
+def stepped_once_per_batch(runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == 2 * BATCHES
         assert run.kind == "ddp" or run.num_exchanges == 4 * BATCHES
@@ -105,7 +105,7 @@ class GradientDetacher(ManualStudent):
 
 
 def had_conflicts(runs: list[Run]) -> None:
-    stepped_once_a_batch(runs)
+    stepped_once_per_batch(runs)
     for run in runs:
         assert min(run.seen["conflicts"]) < 0
 
@@ -128,7 +128,7 @@ class EpochEndStepper(ManualStudent):
         self.optimizers().zero_grad()
 
 
-def stepped_on_what_was_left(runs: list[Run]) -> None:
+def stepped_on_remainder(runs: list[Run]) -> None:
     for run in runs:
         assert run.texts == ["left over: True"] * 2
         assert run.global_step == 2 * 2  # Lightning does not count the steps at the end
@@ -150,7 +150,7 @@ class WithTorchsOwnOptimizer(ManualStudent):
         witness_of(self).texts.append(f"waiting to be logged: {len(waiting)}")
 
 
-def logged_past_lightning(runs: list[Run]) -> None:
+def logged_without_lightning_steps(runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == 0
         assert len(run.stepped_on) == 2 * BATCHES
@@ -274,9 +274,9 @@ ROWS = {
     ),
     "gradients kept aside": Row(trains(partial(GradientProjection, False), **_plain), had_conflicts, rolls_back=True),
     "gradients kept aside and committed": Row(trains(partial(GradientProjection, True), **_plain), had_conflicts),
-    "detached gradients": Row(trains(GradientDetacher, **_plain), stepped_once_a_batch),
-    "step at the end of an epoch": Row(trains(EpochEndStepper, **_plain), stepped_on_what_was_left),
-    "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_past_lightning),
+    "detached gradients": Row(trains(GradientDetacher, **_plain), stepped_once_per_batch),
+    "step at the end of an epoch": Row(trains(EpochEndStepper, **_plain), stepped_on_remainder),
+    "torch's own optimizer": Row(trains(WithTorchsOwnOptimizer, **_plain), logged_without_lightning_steps),
     "layer of two optimizers": Row(trains(SharedLayer, **_plain), stepped_with_each),
     **{
         name: Row(trains(partial(Constant, train), **_plain, **options), partial(moved, steps, ("a", "b")), 0.4)

@@ -72,7 +72,7 @@ def zeroes_on_one_worker(world: World, module: nn.Module, optimizer: Any, batch:
     optimizer.step()
 
 
-def measure_what_is_left_out(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+def measure_skipped_layer(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
     """Calls torch.autograd.grad, which is no backward, while an old gradient is present."""
     is_used = index % 2 == 0
     if is_used:
@@ -144,7 +144,7 @@ class Breaker(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def goes_on_after_a_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+def continues_after_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
     """Fails in a backward before the first gradient, on all workers."""
     optimizer.zero_grad(set_to_none=index % 2 == 0)
     loss = loss_of(module, batch)
@@ -156,7 +156,7 @@ def goes_on_after_a_failure(world: World, module: nn.Module, optimizer: Any, bat
     optimizer.step()
 
 
-def goes_on_after_a_local_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+def continues_after_local_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
     """Fails in the middle of a local backward, and drops its gradients."""
     world.backward(loss_of(module, batch))
     if index % 3 == 1:
@@ -175,7 +175,7 @@ def goes_on_after_a_local_failure(world: World, module: nn.Module, optimizer: An
     optimizer.zero_grad()
 
 
-def failed_and_went_on(runs: list[Run]) -> None:
+def failed_and_continued(runs: list[Run]) -> None:
     stepped(BATCHES - 3, runs)
     for run in runs:
         assert run.texts == ["failed"] * 3
@@ -299,7 +299,7 @@ ROWS = {
         loops(zeroes_on_one_worker, Net, sgd, **_unused), every_batch, leaves_out=True
     ),
     "plain gradient asked for by itself": Row(
-        loops(measure_what_is_left_out, Net, sgd, **_unused), every_batch, leaves_out=True
+        loops(measure_skipped_layer, Net, sgd, **_unused), every_batch, leaves_out=True
     ),
     "plain gradient asked for before zeroing": Row(
         loops(measure_before_zeroing), partial(exchanged, BATCHES, BATCHES // 2), rolls_back=True
@@ -312,8 +312,8 @@ ROWS = {
     "plain step on zeros": Row(loops(partial(takes_back_bad_gradients, False)), every_batch, threshold=None),
     "plain step on nothing": Row(loops(partial(takes_back_bad_gradients, True)), every_batch, rolls_back=True),
     "plain two forwards": Row(loops(two_forwards), every_batch),
-    "plain failing backward": Row(loops(goes_on_after_a_failure), failed_and_went_on),
-    "plain failing local backward": Row(loops(goes_on_after_a_local_failure), failed_and_went_on, rolls_back=True),
+    "plain failing backward": Row(loops(continues_after_failure), failed_and_continued),
+    "plain failing local backward": Row(loops(continues_after_local_failure), failed_and_continued, rolls_back=True),
     "plain copies of the weights": Row(updates_a_copy, every_batch),
     "plain two modules": Row(two_modules, partial(stepped, 2 * BATCHES)),
     "plain uneven inputs": Row(uneven_inputs, joined, leaves_out=True),

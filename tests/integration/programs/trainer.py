@@ -143,10 +143,10 @@ def trains(
     """Returns a program for a Trainer.
 
     Args:
-        make_model: what is trained.
+        make_model: creates the module.
         options: returns options of the Trainer; called for each Trainer, so that callbacks are not shared.
-        drive: what is done with Trainers and model; returns the last Trainer.
-        **ddp_options: of the strategy.
+        drive: runs one or more Trainers on the module; returns the last Trainer.
+        **ddp_options: options of the strategy.
     """
 
     def program(world: World) -> None:

@@ -77,10 +77,10 @@ class World:
     """One kind of data-parallel training.
 
     Args:
-        kind: which.
-        make_sparsifier: what is sent in the sparse kind.
-        select: the same for the oracle.
-        exchange: the route that it takes.
+        kind: kind of training.
+        make_sparsifier: creates the sparsifier of the sparse kind.
+        select: selection of the oracle.
+        exchange: route of the sparse kinds.
     """
 
     def __init__(
