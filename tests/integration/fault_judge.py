@@ -11,7 +11,18 @@ import torch
 
 from tests.integration.fault_points import Fault
 from tests.integration.fault_training import SIZES, Layers, LocalState, State, simulate, zeros
-from tests.integration.fault_workers import HANG, KEY, RESUMED_STEPS, STEPS, Case, resume, run, save_all, train
+from tests.integration.fault_workers import (
+    HANG,
+    KEY,
+    NO_FAULT,
+    RESUMED_STEPS,
+    STEPS,
+    Case,
+    resume,
+    run,
+    save_all,
+    train,
+)
 
 
 @dataclass
@@ -182,7 +193,8 @@ class Judge:
         if not self.case.is_sparse:
             return
         with tempfile.TemporaryDirectory() as name:
-            run(self.case, Path(name), save_all)
+            _, exit_codes = run(self.case, Path(name), save_all, limit=NO_FAULT)
+            assert exit_codes == [0] * self.case.num_workers  # None: not within the limit
             files = [torch.load(path, weights_only=True) for path in Path(name).glob("*.ckpt")]
             self.shared = {saved["global_step"]: numbers_of(saved[KEY]) for saved in files}
             assert sorted(self.shared) == list(range(1, STEPS + 1)), (Path(name) / "output of 0").read_text()

@@ -33,6 +33,8 @@ STEPS, RESUMED_STEPS = 6, 9
 GROUP_TIMEOUT, PATIENCE, PATIENCE_IN_TROUBLE = 8.0, 5.0, 2.5
 HANG = 45.0
 """Seconds after which workers count as hanging; several timeouts may add up, also those of Lightning's barriers."""
+NO_FAULT = 240.0
+"""Seconds for a training without a fault, which on a busy machine starts slowly."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def trace(case: Case) -> list[list[Point]]:
     """Returns all points that each worker reaches."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _, exit_codes = run(case, folder, train, Fault("none", (None,) * case.num_workers))
+        _, exit_codes = run(case, folder, train, Fault("none", (None,) * case.num_workers), limit=NO_FAULT)
         assert exit_codes == [0] * case.num_workers, (folder / "output of 0").read_text()
         return [
             [Point(**point) for point in json.loads((folder / f"trace of {rank}").read_text())]
