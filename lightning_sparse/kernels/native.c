@@ -112,7 +112,7 @@ INLINE float get(const void *values, int64_t place, int32_t wire, float scale) {
 }
 
 /* The rule of a selected value: returns the value at the other end, and in kept the rest, 0 for a value that is not
-   finite. sent_and_kept in selection/bucket.py (tensors) and in kernels/threshold.py (Triton) give the same bits. */
+   finite. sent_and_kept in selection/bucket.py (tensors) and in kernels/values.py (Triton) give the same bits. */
 INLINE float sent_and_kept(float p, float excess, int32_t wire, float scale, float *kept) {
     float value = p > 0.0f ? p + excess : p - excess, sent = value;
     if (wire == WIRE_BFLOAT16) sent = of_bfloat16(to_bfloat16(value));

@@ -74,7 +74,7 @@ def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None =
 def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:
     """Returns the sent values and the kept rest of selected coordinates: out and e' = p − out, shapes (k,).
 
-    The rule of a selected value for tensors. ``sent_and_kept`` in ``kernels/native.c`` and in ``kernels/threshold.py``
+    The rule of a selected value for tensors. ``sent_and_kept`` in ``kernels/native.c`` and in ``kernels/values.py``
     give the same bits. A value that is not finite leaves a residual of 0.
 
     Args:

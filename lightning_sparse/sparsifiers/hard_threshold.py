@@ -252,7 +252,7 @@ class Dense(HardThreshold):
 
 
 def exceed(compensated: Tensor, excess: float) -> Tensor:
-    """Returns p + excess · sign(p), with the same bits as in ``kernels/native.c`` and ``kernels/threshold.py``."""
+    """Returns p + excess · sign(p), with the same bits as in ``kernels/native.c`` and ``kernels/values.py``."""
     return torch.where(compensated > 0, compensated + excess, compensated - excess)
 
 
