@@ -14,8 +14,8 @@ from torch.nn.functional import softplus
 
 from lightning_sparse import Dense, HardThreshold, TopK
 from recipes import MissingDataError
+from recipes.logistic_regression import contraction, report
 from recipes.logistic_regression import objective as objective_module
-from recipes.logistic_regression import report
 from recipes.logistic_regression.__main__ import main
 from recipes.logistic_regression.bounds import compute_bounds, estimate_noise, limit_learning_rate
 from recipes.logistic_regression.curves import Setting, compute_curves, tune_threshold_to_density
@@ -235,6 +235,26 @@ class TestCurves:
         exact = sum(float(gradient.var(dim=0, correction=0).sum()) for gradient in own) / 2
         assert noise == pytest.approx(exact, rel=0.2)  # from 100 draws per worker
         assert heterogeneity == pytest.approx(float((own[0].mean(0) - own[1].mean(0)).square().sum()) / 4, rel=0.3)
+
+
+def _term(objective, frame, density):
+    own = shards(objective.labels, 4, frame["sharding"].iloc[0])
+    minimiser = find_minimiser(objective)
+    gradients = [objective.gradients(minimiser, examples) for examples in own]
+    noise = sum(float(gradient.var(dim=0, correction=0).sum()) for gradient in gradients) / 4
+    at_minimiser = sum(float(gradient.mean(dim=0).square().sum()) for gradient in gradients) / 4
+    return pytest.approx(at_minimiser / density**2 + noise / density, rel=0.2)  # σ² from 100 draws per worker
+
+
+def test_residuals_are_compared_with_the_error_term_of_remark_8(objective, monkeypatch):
+    monkeypatch.setattr(contraction, "WORKERS", 4)
+    frames = {sharding: contraction.measure(objective, sharding, seeds=[1]) for sharding in ("shuffled", "sorted")}
+    for frame in frames.values():
+        top_k = frame[frame["method"] == "Top-k"]
+        assert list(top_k["density"]) == pytest.approx([1 / 12, 2 / 12])
+        assert top_k["term"].to_numpy() == _term(objective, frame, top_k["density"].to_numpy())
+        assert top_k["squared_error"].is_monotonic_decreasing
+    assert len(contraction.draw(pd.concat(frames.values())).axes) == 2
 
 
 @pytest.fixture
