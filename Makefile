@@ -1,10 +1,10 @@
-# Everything runs in .venv, which is made on first use and again only when the requirements change.
+# Everything runs in .venv, which is created on first use and again when the requirements change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := -m pip install --quiet --disable-pip-version-check
-# Each test runs in one of as many processes as there are cores; for a debugger: make test-all ARGS="-n 0 --pdb -k name".
+# Tests run in one process per core. To use a debugger: make test-all ARGS="-n 0 --pdb -k name".
 PYTEST := -m pytest --numprocesses auto --dist loadgroup
 
 .PHONY: setup demo test test-all test-oldest bench gpu-check release-check lint docs clean
@@ -19,19 +19,18 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m recipes.demo
 
-# In minutes: all unit tests, and of each table of tests with workers the first row. ARGS goes to pytest:
-# make test ARGS="-k checkpoint". What workers import is compiled once, also where files that Python compiles are not
-# wanted elsewhere.
+# Takes minutes: all unit tests, and the first parameter set of each parametrized test with workers. ARGS goes to pytest:
+# make test ARGS="-k checkpoint". The export lets Python write compiled modules, so that each worker need not compile them.
 test test-all test-oldest: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)
 	$(BIN)/python $(PYTEST) -m "not full" $(ARGS)
 
-# Everything; make test-all ARGS="-m full": what make test leaves out.
+# Every test. make test-all ARGS="-m full" runs the tests that make test leaves out.
 test-all: $(STAMP)
 	$(BIN)/python $(PYTEST) $(ARGS)
 
-# The same with the oldest versions that pyproject.toml allows, in an environment of their own. What they use of each
-# other is deprecated in places, which is no failure of ours.
+# Every test with the oldest versions that pyproject.toml allows, in a separate environment. These versions use deprecated
+# functions of each other, so deprecation warnings are not errors.
 test-oldest: $(VENV)-oldest/.installed
 	PYTEST_ADDOPTS="$$PYTEST_ADDOPTS -W ignore::DeprecationWarning" $(VENV)-oldest/bin/python $(PYTEST) $(ARGS)
 
@@ -40,7 +39,8 @@ $(VENV)-oldest/.installed: pyproject.toml requirements/oldest.txt
 	$(VENV)-oldest/bin/python $(INSTALL) --constraint requirements/oldest.txt --editable ".[recipes,dev]"
 	touch $@
 
-# Minutes to half an hour; needs root and Linux for hosts with shaped links. Results go to benchmarks/results.
+# Takes minutes to half an hour. Emulated nodes with shaped links need root and Linux. Results go to
+# benchmarks/results.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.selection
 	$(BIN)/python -m benchmarks.payload
@@ -54,12 +54,12 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.shards
 	$(BIN)/python -m benchmarks.chart
 
-# Under 15 minutes on a machine with one or more GPUs; writes gpu-report.md.
+# Expected to take under 15 minutes on a machine with one or more GPUs. Writes gpu-report.md.
 gpu-check: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
-# Builds the wheel and the sdist and tries each in an environment that begins empty; what passed lies in dist. With
-# ARGS=--lent in a minute and without a download, as a first look.
+# Builds the wheel and the sdist and tries each in an empty environment. If all checks pass, both are in dist. ARGS=--lent
+# is a quick check without downloads, in a few minutes at most.
 release-check: $(STAMP)
 	$(BIN)/python -m release $(ARGS)
 

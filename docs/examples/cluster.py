@@ -1,6 +1,6 @@
-"""Trains on several hosts; torchrun or SLURM's srun starts one process a worker.
+"""Trains on several nodes. torchrun or SLURM's srun starts one process per worker.
 
-On two workers of this machine:
+Run it on two workers of this machine:
 
     torchrun --standalone --nproc-per-node=2 docs/examples/cluster.py --devices=2
 """
@@ -39,31 +39,31 @@ class Model(LightningModule):
 
 
 class RequeueBetweenSteps(Callback):
-    """Answers SLURM's signal at the end of a step, where every worker is: saves, and has the job begin again.
+    """Saves and requeues the job at the end of a step after SLURM's signal.
 
-    Make it before ``fit``: Lightning leaves alone a signal that has a handler, and would itself save at once, wherever
-    each worker is. One that waits for another's gradients cannot save, and the other waits for it.
+    Create it before ``fit``, so that Lightning does not install its own signal handler. That handler saves immediately,
+    wherever each worker is. If one worker saves while another waits for its gradients, both wait forever.
 
     Args:
-        path: of the checkpoint.
-        every_n_steps: how often workers ask one another for a signal, which takes a small collective.
+        path: the checkpoint's path.
+        every_n_steps: steps between checks whether any worker has received the signal. A check is a small collective.
     """
 
     def __init__(self, path: str, every_n_steps: int = 10) -> None:
         self.path = path
         self.every_n_steps = every_n_steps
-        self.is_asked = False
-        signal.signal(signal.SIGUSR1, self.ask)
+        self.has_signal = False
+        signal.signal(signal.SIGUSR1, self.note_signal)
 
-    def ask(self, *_: Any) -> None:
-        """Notes the signal."""
-        self.is_asked = True
+    def note_signal(self, *_: Any) -> None:
+        """Records that this worker has received the signal."""
+        self.has_signal = True
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Saves if any worker had the signal."""
+        """Saves, stops and requeues the job if any worker has received the signal."""
         if trainer.global_step % self.every_n_steps:
             return
-        if trainer.strategy.reduce_boolean_decision(self.is_asked, all=False):
+        if trainer.strategy.reduce_boolean_decision(self.has_signal, all=False):
             trainer.save_checkpoint(self.path)
             trainer.should_stop = True
             if trainer.is_global_zero and "SLURM_JOB_ID" in os.environ:
@@ -71,10 +71,10 @@ class RequeueBetweenSteps(Callback):
 
 
 def main() -> None:
-    """Trains as many steps as the command line says."""
+    """Trains with the numbers of nodes, workers and steps from the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--num-nodes", type=int, default=1, help="hosts")
-    parser.add_argument("--devices", type=int, default=1, help="workers on each")
+    parser.add_argument("--num-nodes", type=int, default=1, help="number of nodes")
+    parser.add_argument("--devices", type=int, default=1, help="workers per node")
     parser.add_argument("--max-steps", type=int, default=400)
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Local training with Adam in plain PyTorch: each worker steps on its own, drifts are exchanged sparsely.
+"""Local training with Adam in plain PyTorch: each worker steps alone, and workers exchange drifts sparsely.
 
 Run it on two workers of this machine:
 
@@ -20,7 +20,7 @@ def main() -> None:
     teacher = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
     model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1)).to(device)
 
-    # Not wrapped in DistributedDataParallel. The averager sees to equal weights at the start.
+    # Do not wrap the model in DistributedDataParallel. The averager broadcasts rank 0's weights to all workers.
     averager = SparseModelAverager(model, HardThreshold(density=0.05, calibration_steps=20), DriftOptions())
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
@@ -33,11 +33,11 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        averager.step()  # on every worker, after each of its optimizer's steps
+        averager.step()  # on every worker, after each step of its optimizer
         if rank == 0 and step % 100 == 0:
             stats = averager.last_step
             print(f"step {step}: loss {loss.item():.4f}, density {stats.density:.4f}, error {stats.error_norm:.4f}")
-    with averager.averaged_weights():  # the same on all workers: for validation, and to be saved
+    with averager.averaged_weights():  # equal on all workers; use them to validate and to save
         inputs = torch.randn(1024, 32, device=device)
         loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs))
     if rank == 0:

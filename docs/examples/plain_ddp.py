@@ -17,7 +17,7 @@ def main() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    torch.manual_seed(0)  # the same teacher and the same first weights on every worker
+    torch.manual_seed(0)  # the same teacher and initial weights on every worker
     teacher = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
     model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1)).to(device)
 

@@ -1,6 +1,6 @@
 """Trains under Ray Train, which starts the workers, and resumes from a checkpoint.
 
-On two CPU workers of this machine:
+Run it on two CPU workers of this machine:
 
     python docs/examples/ray_train.py --num-workers=2 --max-steps=100
     python docs/examples/ray_train.py --num-workers=2 --max-steps=200 --resume
@@ -23,7 +23,7 @@ from lightning_sparse import DDPHardThresholdStrategy
 
 
 class RayHardThresholdStrategy(DDPHardThresholdStrategy, RayDDPStrategy):
-    """The strategy with Ray's devices and ranks: ``prepare_trainer`` accepts subclasses of Ray's strategies only."""
+    """Uses Ray's devices and ranks, because ``prepare_trainer`` accepts only subclasses of Ray's strategies."""
 
 
 class Model(LightningModule):
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--folder", default="ray_train", help="for checkpoints; all nodes must see it")
+    parser.add_argument("--folder", default="ray_train", help="folder for checkpoints, which all nodes must see")
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     folder = Path(arguments.folder).absolute()

@@ -1,6 +1,6 @@
-"""Sparse exchange between replicas of a model that FSDP2 shards, in plain PyTorch, without Lightning's Trainer.
+"""Sparse exchange between replicas of a model that FSDP2 shards, in plain PyTorch.
 
-Run it on this machine as two replicas of two ranks each; on two machines a replica would be a machine:
+Run two replicas of two ranks each on this machine. In a cluster, a replica is usually a node:
 
     torchrun --standalone --nproc-per-node=4 docs/examples/sharded.py
 """
@@ -42,7 +42,7 @@ def main() -> None:
         loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
         optimizer.zero_grad()
         loss.backward()
-        exchange.average_gradients()  # between replicas: sparse, before clipping and the optimizer's step
+        exchange.average_gradients()  # sparse, between replicas; before clipping and the optimizer's step
         optimizer.step()
         if rank == 0 and step % 100 == 0:
             stats = exchange.last_step

@@ -1,6 +1,6 @@
-"""Local training of replicas that FSDP2 shards, with Adam, in plain PyTorch, without Lightning's Trainer.
+"""Local training with Adam of replicas that FSDP2 shards, in plain PyTorch.
 
-Run it on this machine as two replicas of two ranks each; on two machines a replica would be a machine:
+Run two replicas of two ranks each on this machine. In a cluster, a replica is usually a node:
 
     torchrun --standalone --nproc-per-node=4 docs/examples/sharded_local.py
 """
@@ -34,7 +34,7 @@ def main() -> None:
     sparsifier = HardThreshold(density=0.1, calibration_steps=20)
     averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=1))
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)  # each replica's own
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)  # each replica has its own moments
     average_density = AverageDensity()
     averager.subscribe(average_density.update)
     torch.manual_seed(1 + rank)  # different samples from here on
@@ -44,7 +44,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        averager.step()  # between replicas: how far their weights have drifted, sparsely, after every_n_steps
+        averager.step()  # exchanges the replicas' drifts sparsely, after every_n_steps steps
         if rank == 0 and step % 100 == 0:
             stats = averager.last_step
             print(f"step {step}: loss {loss.item():.4f}, density {stats.density:.4f}, error {stats.error_norm:.4f}")

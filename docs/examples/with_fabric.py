@@ -1,4 +1,4 @@
-"""Sparse gradient exchange in a training loop of your own, with Lightning Fabric.
+"""Sparse gradient exchange in your own training loop, with Lightning Fabric.
 
 Run it on two workers of this machine:
 
