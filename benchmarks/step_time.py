@@ -187,9 +187,11 @@ def parse() -> argparse.Namespace:
         setattr(options, name, [given for text in getattr(options, name) for given in text.split(",") if given])
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"Unknown models {sorted(unknown)}. Must be some of {', '.join(MODELS)}.")
-    pattern = "|".join([*METHODS[:5], r"(top_k|hard_threshold)_\d+(\.\d+)?", r"drift_\d+(\.\d+)?(_every_\d+)?"])
+    pattern = "|".join(
+        [*METHODS[:5], r"(top_k|hard_threshold|overshoot)_\d+(\.\d+)?", r"drift_\d+(\.\d+)?(_every_\d+)?"]
+    )
     if unknown := {method for method in options.methods if not re.fullmatch(pattern, method)}:
-        parser.error(f"Unknown methods {sorted(unknown)}. Must be some of {', '.join(METHODS)}.")
+        parser.error(f"Unknown methods {sorted(unknown)}. Must be some of {', '.join(METHODS)}, overshoot_0.001.")
     if options.quick:
         options.seconds, options.repetitions = 0.0, 4
     if options.exchange_only:

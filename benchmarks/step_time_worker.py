@@ -35,7 +35,7 @@ from lightning_sparse import (
     register_comm_hook,
 )
 
-HARD_THRESHOLD = "hard_threshold_"
+HARD_THRESHOLD, OVERSHOOT = "hard_threshold_", "overshoot_"
 DRIFT = "drift_"
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; PowerSGD starts with the third
 STEPS_PER_CORRECTION, MAX_CORRECTIONS, DENSITY_TOLERANCE = 6, 16, 0.07
@@ -107,14 +107,15 @@ def target_density(method: str) -> float | None:
     is_drift, density, _ = parse_drift(method)
     if is_drift:
         return density
-    density = float(method.removeprefix(HARD_THRESHOLD)) if method.startswith(HARD_THRESHOLD) else 1.0
+    is_threshold = method.startswith((HARD_THRESHOLD, OVERSHOOT))
+    density = float(method.rpartition("_")[2]) if is_threshold else 1.0
     return density if density < 1 else None
 
 
 def make_sparsifier(method: str) -> HardThreshold | TopK | None:
     """Returns the sparsifier of a sparse method, with λ = 0 before tuning, or None."""
-    if method.startswith(HARD_THRESHOLD):
-        return HardThreshold(threshold=0.0)
+    if method.startswith((HARD_THRESHOLD, OVERSHOOT)):
+        return HardThreshold(threshold=0.0, overshoot=0.75 if method.startswith(OVERSHOOT) else 0.0)
     return TopK(float(method.removeprefix("top_k_"))) if method.startswith("top_k_") else None
 
 

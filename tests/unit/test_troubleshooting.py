@@ -53,14 +53,14 @@ def occurs(message: str, strings: list[str]) -> bool:
 
 
 def sources_of(section: str) -> list[Path]:
-    if section != "Of Lightning":
+    if section != "Messages from Lightning":
         return [Path(lightning_sparse.__file__).parent]
     names = ("lightning.pytorch", "lightning.fabric", "jsonargparse")
     specs = [importlib.util.find_spec(name) for name in names]
     return [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
 
 
-MESSAGES = [entry for entry in messages_of(PAGE.read_text()) if entry[0] != "Of torch and Gloo"]
+MESSAGES = [entry for entry in messages_of(PAGE.read_text()) if entry[0] != "Messages from torch and Gloo"]
 
 
 @pytest.mark.parametrize(("section", "message"), MESSAGES, ids=[message[:40] for _, message in MESSAGES])
@@ -77,7 +77,7 @@ def test_occurs_rejects_a_message_that_no_source_contains() -> None:
 
 def test_messages_of_reads_the_page() -> None:
     sections = {section for section, _ in MESSAGES}
-    assert {"Of Lightning", "Refused: arguments", "Of checkpoints"} <= sections
+    assert {"Messages from Lightning", "Argument errors", "Checkpoint messages"} <= sections
     assert messages_of("## A\n### `one: …`\n### plain\n### `` two `words` ``") == [
         ("A", "one: …"),
         ("A", "two `words`"),
