@@ -1,0 +1,45 @@
+"""The gradients from which the paper's threshold is estimated."""
+
+import io
+from contextlib import redirect_stdout
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sparse import Dense, SimulatedWorkersStrategy
+from lightning_sparse.theory import measured_noise, threshold_from_estimates
+from recipes.gradient_noise import GradientNoise
+from tests.integration.models import Classifier, data, quiet_trainer
+from tests.workers import on_workers
+
+
+class Observed(Classifier):
+    """Records the averaged gradient of each step."""
+
+    def on_fit_start(self) -> None:
+        self.averages: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        gradients = [parameter.grad.flatten() for parameter in self.parameters() if parameter.grad is not None]
+        self.averages.append(torch.cat(gradients))
+
+
+@on_workers(1, process_group=False)
+def test_every_worker_adds_its_gradient_of_every_step() -> None:
+    noise, model = GradientNoise(densities=(0.1,)), Observed(partial(torch.optim.SGD, lr=1e-12))
+    strategy = SimulatedWorkersStrategy(Dense(), 2, device="cpu")
+    with redirect_stdout(io.StringIO()) as printed:
+        quiet_trainer(strategy, num_workers=1, max_steps=4, callbacks=[noise]).fit(model, data())
+    draws = [torch.stack(of_worker) for of_worker in noise._draws]
+    assert [tuple(of_worker.shape) for of_worker in draws] == [(4, model.averages[0].numel())] * 2
+    means = (draws[0] + draws[1]) / 2
+    for mean, average in zip(means, model.averages, strict=True):
+        assert float(mean.norm()) == pytest.approx(float(average.norm()), rel=1e-5)
+        torch.testing.assert_close(mean.sort().values, average.sort().values)  # a bucket has its own order of layers
+    sigma, zeta = measured_noise(draws)
+    count = round(0.1 * means.shape[1])
+    threshold = threshold_from_estimates(count, means.shape[1], sigma, max(0.0, zeta))
+    assert f"σ² = {sigma:.4g}, ζ² = {zeta:.4g}" in printed.getvalue()
+    assert f"k/d = 0.1: λ = {threshold:.4g}" in printed.getvalue()
