@@ -24,7 +24,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.checkpointing.content import KEY, UNSENT, WRITERS
 from tests.integration.hsdp_models import Sharded, data
-from tests.integration.models import messages_of, quiet_trainer, warnings_of
+from tests.integration.models import assert_equal, clones, messages_of, quiet_trainer, warnings_of
 from tests.workers import run_workers
 
 STOP, END = 5, 7
@@ -133,6 +133,23 @@ def test_a_consolidated_checkpoint_causes_a_warning_of_lost_state(
     assert unsent == [0]
     missing = f"the checkpoint's folder .*lightning_sparse is missing. {starts}"
     assert any(re.search(missing, text) for text in warned)
+
+
+def _resume_plainly(folder: str) -> None:
+    started: list[dict[str, torch.Tensor]] = []
+    for writer in STRATEGIES:
+        path = Path(folder, writer)
+        if path.is_dir():
+            continue
+        look = LambdaCallback(on_train_start=lambda _, module: started.append(clones(module.state_dict().items())))
+        trainer = quiet_trainer("ddp", max_steps=END, callbacks=[look])
+        trainer.fit(Sharded(), data(), ckpt_path=path)
+        assert trainer.global_step == END, writer
+        assert_equal(started.pop(), torch.load(path, weights_only=True)["state_dict"], writer)
+
+
+def test_plain_ddp_resumes_from_every_file(folder: Path) -> None:
+    run_workers(_resume_plainly, 2, str(folder), process_group=False)
 
 
 def _unsent_norm(path: Path) -> float | None:
