@@ -25,7 +25,8 @@ class ErrorMonitor(StepMonitor):
       in every logger.
     - Histograms in TensorBoard, if asked for, of rank 0's values per layer before the selection:
       ``sparse/compensated/<name>`` of p = e + g, ``sparse/residual/<name>`` of e and ``sparse/gradient/<name>`` of g
-      (``sparse/drift/<name>`` with local training). Shi et al. (arXiv:1911.08772) find bell shapes with Top-k.
+      (``sparse/drift/<name>`` with local training, whose unsent values are part of the drift unless
+      ``keep_drift=False``). Shi et al. (arXiv:1911.08772) find bell shapes with Top-k.
     - A line on rank 0 at the end of ``fit``: last and largest error norm, total error.
 
     It works with any logger or none, issues no collectives, and continues its total after a resume.
@@ -89,6 +90,8 @@ def _add_histograms(loggers: list[TensorBoardLogger], step: int, averaged: str, 
     residual = bucket.residual.before
     compensated = bucket.whole(residual.dtype)
     flat = {"compensated": compensated, "residual": residual, averaged: compensated - residual}
+    if averaged == "drift" and not residual.any():  # unsent values are a part of the drift
+        flat = {averaged: compensated}
     for name, start, end in bucket.layout.spans():
         for kind, values in flat.items():
             finite = values[start:end][values[start:end].isfinite()]

@@ -56,7 +56,8 @@ class StepTimes:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table."""
-        return [(LABELS[name], f"{value:.4g} ms") for name, value in self.scalars().items()]
+        counts = {name: len(seconds) for name, seconds in self._seconds.items()}
+        return [(LABELS[name], f"{value:.4g} ms ({counts[name]} steps)") for name, value in self.scalars().items()]
 
     def verdict(self) -> str | None:
         """Return the gain of the sparse exchange in a sentence; None if steps of one kind are missing.
@@ -75,5 +76,5 @@ class StepTimes:
         if dense > LIKE * sparse:
             return f"A sparse step is {dense / sparse:.2g} times as fast as a dense one."
         if sparse > LIKE * dense:
-            return "A sparse step takes longer than a dense one: use strategy='ddp' here."
+            return "A sparse step takes longer than a dense one: compare a run with 'ddp'."
         return "Communication is not the bottleneck: sparse and dense steps take equally long."

@@ -134,7 +134,7 @@ class Averager(ABC):
             TypeError: the sparsifier is not a hard threshold.
             ValueError: the threshold is negative, NaN or infinite.
         """
-        self._engine.calibrator.set_threshold(threshold)
+        self._engine.set_threshold(threshold)
 
     # State.
 

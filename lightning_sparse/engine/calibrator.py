@@ -8,7 +8,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.density_control import DensityControl, LayerControl, is_all_sent, pace_of
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
 LATE = 3
@@ -28,7 +28,9 @@ class Calibrator:
     """
 
     def __init__(self, sparsifier: Sparsifier, *, speaks: bool, keeps_rest: bool) -> None:
-        self._sparsifier = sparsifier if isinstance(sparsifier, HardThreshold) else None
+        self._sparsifier: HardThreshold | None = None
+        if isinstance(sparsifier, HardThreshold) and not isinstance(sparsifier, Dense):
+            self._sparsifier = sparsifier
         self._name = type(sparsifier).__name__
         self._speaks = speaks
         self._keeps_rest = keeps_rest

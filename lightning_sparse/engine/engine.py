@@ -77,12 +77,18 @@ class Engine:
         options.require(sparsifier)
         self.exchange = Exchange(options.exchange, group, options.link_gbit_s, workers)
         self.workers = self.exchange.workers
+        # As text, because a checkpoint may not support the types in a custom sparsifier's settings.
+        self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
+        self._chosen = copy.deepcopy(sparsifier)
+        self.sparsifier: Sparsifier = self._chosen
         if workers is None and self.workers.num_workers == 1:  # nothing to exchange
-            sparsifier, options = Dense(), replace(options, value_dtype="float32")
-        self.sparsifier = copy.deepcopy(sparsifier)
+            self.sparsifier, options = Dense(), replace(options, value_dtype="float32")
         self.options = options
         is_first = self.workers.rank == 0
-        self.calibrator = Calibrator(self.sparsifier, speaks=is_first, keeps_rest=options.keeps_rest)
+        # A single worker keeps the chosen sparsifier's λ and history for a resume on several workers.
+        self._kept = self.calibrator = Calibrator(self._chosen, speaks=is_first, keeps_rest=options.keeps_rest)
+        if self.sparsifier is not self._chosen:
+            self.calibrator = Calibrator(self.sparsifier, speaks=is_first, keeps_rest=options.keeps_rest)
         self.last_step: StepStats | None = None
         self.next_step = 0
         self.wait_seconds = 0.0
@@ -90,8 +96,6 @@ class Engine:
         self.subscribers: list[Callable[[StepStats], None]] = []
         self.of_whole_model: Callable[[StepStats], StepStats] = lambda stats: stats
         self.watch_next: Callable[[FlatBucket], None] | None = None
-        # As text, because a checkpoint may not support the types in a custom sparsifier's settings.
-        self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self.per_layer_stats = per_layer_stats or self.calibrator.needs_layers
         self._extraction = Extraction(
             self.sparsifier,
@@ -121,6 +125,8 @@ class Engine:
         self._buckets.append(bucket)
         if self.watch_next is not None:
             self.watch_next(bucket)
+            if bucket.is_last:
+                self.watch_next = None
         gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
         is_full = self.calibrator.is_running
         bucket.average = gradient
@@ -157,7 +163,6 @@ class Engine:
         on the CPU. Raises RuntimeError if a worker ended or stopped, with its rank if torch reports it.
         """
         begin = perf_counter()
-        self.watch_next = None
         try:
             headers, self._sent_bytes, self._dense_elements = self.exchange.finish()
             self.wait_seconds = perf_counter() - begin
@@ -196,11 +201,15 @@ class Engine:
         for receiver in self.subscribers:
             receiver(stats)
 
+    def set_threshold(self, threshold: float) -> None:
+        """Set λ from the next step on; a single worker keeps it for a resume on several workers."""
+        self._kept.set_threshold(threshold)
+
     def reset(self) -> None:
         """Return to the state before the first step."""
-        self.calibrator.begin()
+        self._kept.begin()
         self.exchange.load_state_dict({})
-        self.sparsifier.load_state_dict({})
+        self._chosen.load_state_dict({})
         self.last_step = self.epoch = None
         self.next_step = 0
 
@@ -208,7 +217,7 @@ class Engine:
         """Return the current state for a later ``snapshot``. Cheap enough for every step."""
         return {
             "settings": self._settings,
-            **self.calibrator.state_dict(),
+            **self._kept.state_dict(),
             "last_step": self.last_step,
             "next_step": self.next_step,
             "exchange": self.exchange.state_dict(),
@@ -219,9 +228,9 @@ class Engine:
         numbers = dict(self.mark() if mark is None else mark)
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))
-        sparsifier: object = self.sparsifier.state_dict(numbers["next_step"])
+        sparsifier: object = self._chosen.state_dict(numbers["next_step"])
         if not isinstance(sparsifier, dict):
-            name = type(self.sparsifier).__name__
+            name = type(self._chosen).__name__
             raise TypeError(f"{name}.state_dict returned {type(sparsifier).__name__}. Return a dict of plain values.")
         history = {"exchange": numbers.pop("exchange"), "sparsifier": sparsifier}
         return Snapshot(numbers, history)
@@ -234,10 +243,10 @@ class Engine:
         """
         saved, history = snapshot.numbers, snapshot.history
         if saved["settings"] == self._settings:
-            self.calibrator.load_state_dict(saved)
-            self.sparsifier.load_state_dict(history.get("sparsifier", {}))
+            self._kept.load_state_dict(saved)
+            self._chosen.load_state_dict(history.get("sparsifier", {}))
             self.epoch = None
-        elif self.workers.num_workers > 1 and self.workers.rank == 0:  # a single worker exchanges nothing
+        elif self.workers.rank == 0:
             say_other_sparsifier(self._settings, saved["settings"])
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])
         self.next_step = saved["next_step"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_sparse import (
@@ -18,6 +19,7 @@ from lightning_sparse import (
     RandomK,
     SparseDDPStrategy,
     SparseLocalStrategy,
+    StepStats,
     TopK,
 )
 from lightning_sparse.checkpointing.restoring import restore
@@ -370,3 +372,33 @@ def test_a_threshold_changed_by_the_user_stays(tmp_path: Path) -> None:
         assert worker["threshold"] == 0.5
     for worker in run(2, {"strategy": {"density": 0.1, "calibration_steps": 2}}, STOP + 4, resume=path):
         assert worker["threshold"] not in (0.0, 0.02)
+
+
+def _train_alone(path: str, threshold: float | None) -> list[StepStats]:
+    """Continues a checkpoint for two steps and replaces it; may set a threshold first."""
+    seen: list[StepStats] = []
+
+    def start(trainer: Trainer, _: LightningModule) -> None:
+        trainer.strategy.state.subscribe(seen.append)  # type: ignore[attr-defined]
+        if threshold is not None:
+            trainer.strategy.state.set_threshold(threshold)  # type: ignore[attr-defined]
+
+    num_workers = int(os.environ["WORLD_SIZE"])
+    strategy = DDPHardThresholdStrategy(density=0.1, calibration_steps=2)
+    steps = torch.load(path, weights_only=True)["global_step"] if os.path.exists(path) else 0
+    options = {"num_workers": num_workers, "max_steps": steps + 6}
+    trainer = quiet_trainer(strategy, callbacks=[LambdaCallback(on_train_start=start)], **options)
+    trainer.fit(Classifier(), data(), ckpt_path=path if steps else None)
+    trainer.save_checkpoint(path)
+    return seen
+
+
+@pytest.mark.parametrize("threshold", [None, 0.3])
+def test_a_single_worker_sends_nothing_and_passes_the_threshold_on(threshold: float | None, tmp_path: Path) -> None:
+    path = str(tmp_path / "passed on.ckpt")
+    first = run_workers(_train_alone, 2, path, None, process_group=False)[0]
+    alone = run_workers(_train_alone, 1, path, threshold, process_group=False)[0]
+    assert {(step.density, step.threshold) for step in alone} == {(1.0, 0.0)}
+    last = run_workers(_train_alone, 2, path, None, process_group=False)[0]
+    assert not any(step.is_calibration for step in last)
+    assert last[0].threshold == pytest.approx(threshold or first[-1].threshold, rel=0.2)  # adjusted after each step

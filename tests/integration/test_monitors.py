@@ -122,6 +122,24 @@ def test_monitors_count_and_log_nothing_in_barebones_mode() -> None:
     assert re.search(r"steps exchanged +4", first.printed)
 
 
+def test_histograms_with_overlap_are_drawn_every_time(tmp_path: Path) -> None:
+    strategy = LocalHardThresholdStrategy(threshold=0.02, overlap=True)
+    monitors = [ErrorMonitor(histograms_every_n_steps=2)]
+    watch(monitors, strategy=strategy, logger=TensorBoardLogger(str(tmp_path)))
+    run_workers(_check_drift_histograms, 1, str(tmp_path), process_group=False)
+
+
+def _check_drift_histograms(folder: str) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [file] = Path(folder).rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file.parent), size_guidance={"histograms": 0})
+    events.Reload()
+    assert set(events.Tags()["histograms"]) == {f"sparse/drift/{name}" for name in SIZES}  # no residual of its own
+    for name in SIZES:
+        assert [point.step for point in events.Histograms(f"sparse/drift/{name}")] == [0, 2, 4]
+
+
 @pytest.mark.parametrize("per_layer", [True, False])
 def test_rank_0_prints_the_table_without_a_logger(per_layer: bool) -> None:
     first, second = watch([DensityMonitor(per_layer)])

@@ -28,6 +28,7 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
+from lightning_sparse.engine.snapshot import copied
 from tests.integration.models import (
     Classifier,
     ManualClassifier,
@@ -221,6 +222,26 @@ class OftenSkipping(Classifier):
         return nn.functional.cross_entropy(self.last(seen), labels)
 
 
+class Rethresholding(Classifier):
+    """Sets another threshold in the fourth step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            self.trainer.strategy.state.set_threshold(0.2)
+
+
+class Failing(Classifier):
+    """Raises between the exchange and the optimizer's step, and keeps the workers' state from before."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        workers: Any = self.trainer.strategy.workers
+        self.before = [copied(vars(worker.snapshot())) for worker in workers.each]
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        if self.global_step == 4:
+            raise RuntimeError("no step")
+
+
 class Witness(Callback):
     """Records the training of a worker."""
 
@@ -317,6 +338,7 @@ CASES: dict[str, dict[str, Any]] = {
     "channels last, mixed dtypes": {"module": Pictures, "optimizer": adam, "sparsifier": RandomK(0.2)},
     "top k of mixed dtypes": {"module": Pictures, "sparsifier": TopK(0.1, granularity="model")},
     "accordion": {"sparsifier": Accordion(0.02, 0.2, interval=1, relative_change=5.0), "trainer": {"max_steps": 23}},
+    "a changed threshold": {"module": Rethresholding},
     "layers": {"sparsifier": HardThreshold(threshold=0.05, layer_thresholds={"first.*": 0.2})},
 } | {
     f"{type(sparsifier).__name__} {of}, layers unused": {
@@ -443,6 +465,19 @@ def test_simulated_workers_use_the_given_exchange() -> None:
 
 
 # Hooks, monitors and warnings.
+
+
+@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.05), HardThreshold(density=0.1)], ids=repr)
+@on_workers(1, process_group=False)
+def test_an_exception_before_the_step_undoes_its_exchange(sparsifier: Sparsifier) -> None:
+    strategy, module = SimulatedWorkersStrategy(sparsifier, 2, device="cpu"), Failing()
+    with pytest.raises(RuntimeError, match="no step"):
+        quiet_trainer(strategy, max_steps=9).fit(module, data(60, 3))
+    assert strategy.workers is not None
+    for worker, before in zip(strategy.workers.each, module.before, strict=True):
+        after = copied(vars(worker.snapshot()))
+        assert after["numbers"] == before["numbers"]
+        assert_equal(after["own"]["residual"], before["own"]["residual"])
 
 
 class PartlyUsed(Classifier):

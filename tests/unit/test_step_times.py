@@ -32,7 +32,7 @@ def test_dense_and_sparse_steps_have_separate_medians(monkeypatch: Any) -> None:
     assert times.scalars() == pytest.approx(
         {"sparse/median_dense_step_ms": 300, "sparse/median_step_ms": 100, "sparse/median_wait_ms": 10}
     )
-    assert times.rows()[0] == ("median dense step", "300 ms")
+    assert times.rows()[0] == ("median dense step", "300 ms (2 steps)")
     assert times.verdict() == "A sparse step is 3 times as fast as a dense one."
 
 
@@ -40,7 +40,7 @@ def test_dense_and_sparse_steps_have_separate_medians(monkeypatch: Any) -> None:
     ("dense", "sparse", "verdict"),
     [
         (0.1, 0.1, "Communication is not the bottleneck: sparse and dense steps take equally long."),
-        (0.1, 0.2, "A sparse step takes longer than a dense one: use strategy='ddp' here."),
+        (0.1, 0.2, "A sparse step takes longer than a dense one: compare a run with 'ddp'."),
     ],
 )
 def test_the_verdict_names_a_missing_gain(monkeypatch: Any, dense: float, sparse: float, verdict: str) -> None:

@@ -56,8 +56,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         device: ``"auto"`` is a GPU if available.
 
     Attributes:
-        workers: the workers of the running or last ``fit``, None before.
-        state: the first worker.
+        workers: the workers of the running or last ``fit``, in rank order in ``workers.each``; None before.
+        state: the first worker; its ``set_threshold`` sets λ of all workers.
 
     Raises:
         ValueError: an option is invalid; or ``fit`` needs manual optimization, a GradScaler, complex parameters or the
@@ -242,7 +242,10 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             self._exchange()
             return output
 
-        return super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
+        assert self.workers is not None
+        self.workers.commit()
+        return output
 
     def _exchange(self) -> None:
         assert self.workers is not None

@@ -1,6 +1,7 @@
 """Exchange of gradients between n simulated workers, one engine and thread per worker."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
@@ -39,17 +40,23 @@ class SimulatedWorker(Averager):
         sizes = self.parameter_sizes
         self._layouts = [LayerLayout(tuple(names), tuple(sizes[name] for name in names)) for names in by_dtype.values()]
         self.residuals = ResidualMemory(self._parameters)
+        self.all_workers: Sequence[SimulatedWorker] = [self]
+        self._mark: Mapping[str, Any] | None = None
+
+    def set_threshold(self, threshold: float) -> None:
+        """Set λ of all workers from the next step on; see `Averager.set_threshold`."""
+        for worker in self.all_workers:
+            Averager.set_threshold(worker, threshold)
 
     def own_metrics(self) -> dict[str, float]:
         """Return no metrics, because a thread does not wait for a network."""
         return {}
 
-    def average(self, gradients: Mapping[str, Tensor], reached: Collection[str]) -> dict[str, Tensor]:
-        """Return averages of the sent values by name. Collective.
+    def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return averages of the sent values by name; they count from ``commit`` on. Collective.
 
         Args:
             gradients: gradients of this worker; missing ones are not sent.
-            reached: names of parameters for which any worker has a gradient.
 
         Raises:
             RuntimeError: a parameter's memory format has changed.
@@ -58,20 +65,29 @@ class SimulatedWorker(Averager):
         buckets = [self._bucket(index, layout, gradients) for index, layout in enumerate(self._layouts)]
         if self._clip_norm is not None:
             clip_norm(buckets, self._clip_norm)
+        self._mark = self._engine.mark()
         self._engine.begin()
         self._engine.add_all(buckets)
         self._engine.finish()
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._parameters.keys() - gradients.keys())
-        self.residuals.commit(set(self._parameters))
-        self._engine.account(counts=False)
-        self._engine.calibrator.confirm(reached)
         averages = {}
         for bucket in buckets:
             average = bucket.average.to(bucket.gradient.dtype)
             for name, start, end in bucket.layout.spans():
                 averages[name] = as_parameter(average[start:end], self._parameters[name])
         return averages
+
+    def commit(self, reached: Collection[str]) -> None:
+        """Keep the last exchange, because an optimizer has stepped on its averages.
+
+        Args:
+            reached: names of parameters for which any worker had a gradient.
+        """
+        self._mark = None
+        self.residuals.commit(set(self._parameters))
+        self._engine.account(counts=False)
+        self._engine.calibrator.confirm(reached)
 
     def _bucket(self, index: int, layout: LayerLayout, gradients: Mapping[str, Tensor]) -> FlatBucket:
         parameters = [(name, self._parameters[name]) for name in layout.names]
@@ -86,8 +102,8 @@ class SimulatedWorker(Averager):
         return FlatBucket(index, layout, flat, residual, is_last, left_out=left_out)
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return this worker's state. Not collective."""
-        snapshot = self._engine.snapshot()
+        """Return this worker's state, without an exchange on which no optimizer has stepped. Not collective."""
+        snapshot = self._engine.snapshot(self._mark)
         snapshot.own["residual"] = self.residuals.layers()
         return snapshot
 
@@ -99,6 +115,7 @@ class SimulatedWorker(Averager):
 
     def reset(self) -> None:
         """Return to the state before the first step."""
+        self._mark = None
         self.residuals.load_state_dict({})
         self._engine.reset()
 
@@ -121,6 +138,9 @@ class SimulatedWorkers(ThreadWorkers):
             Engine(sparsifier, options, workers=workers, per_layer_stats=per_layer_stats) for workers in self.workers
         ]
         self.each = [SimulatedWorker(engine, parameters, options.local_clip_norm) for engine in engines]
+        for worker in self.each:
+            worker.all_workers = self.each
+        self._reached: set[str] | None = None
         warm_up_steps(engines[0], parameters, has_unused=True)  # all workers share the kernels
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -128,7 +148,8 @@ class SimulatedWorkers(ThreadWorkers):
         """Return averages of the sent values by name from the gradients of each worker."""
         drawn_before = torch.get_rng_state()
         reached = set().union(*gradients)
-        averages = self.run(lambda rank: self.each[rank].average(gradients[rank], reached))
+        averages = self.run(lambda rank: self.each[rank].average(gradients[rank]))
+        self._reached = reached
         if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
             self._has_warned = True
             rank_zero_warn(
@@ -138,3 +159,9 @@ class SimulatedWorkers(ThreadWorkers):
             )
         average: dict[str, Tensor] = averages[0]
         return average
+
+    def commit(self) -> None:
+        """Keep the last exchange, because an optimizer has stepped on its averages."""
+        reached, self._reached = self._reached, None
+        for worker in [] if reached is None else self.each:
+            worker.commit(reached or ())
