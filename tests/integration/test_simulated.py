@@ -467,7 +467,9 @@ def test_simulated_workers_use_the_given_exchange() -> None:
 # Hooks, monitors and warnings.
 
 
-@pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.05), HardThreshold(density=0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "sparsifier", [HardThreshold(threshold=0.05), HardThreshold(density=0.1)], ids=["constant", "held"]
+)
 @on_workers(1, process_group=False)
 def test_an_exception_before_the_step_undoes_its_exchange(sparsifier: Sparsifier) -> None:
     strategy, module = SimulatedWorkersStrategy(sparsifier, 2, device="cpu"), Failing()

@@ -242,10 +242,13 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             self._exchange()
             return output
 
-        output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
+        return super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
+
+    @override
+    def _after_step(self) -> None:
         assert self.workers is not None
         self.workers.commit()
-        return output
+        super()._after_step()
 
     def _exchange(self) -> None:
         assert self.workers is not None

@@ -44,7 +44,7 @@ class SimulatedWorker(Averager):
         self._mark: Mapping[str, Any] | None = None
 
     def set_threshold(self, threshold: float) -> None:
-        """Set λ of all workers from the next step on; see `Averager.set_threshold`."""
+        """Set λ of all workers from the next step on; see ``Averager.set_threshold``."""
         for worker in self.all_workers:
             Averager.set_threshold(worker, threshold)
 
