@@ -34,6 +34,7 @@ def test_every_worker_adds_its_gradient_of_every_step() -> None:
         quiet_trainer(strategy, num_workers=1, max_steps=4, callbacks=[noise]).fit(model, data())
     draws = [torch.stack(of_worker) for of_worker in noise._draws]
     assert [tuple(of_worker.shape) for of_worker in draws] == [(4, model.averages[0].numel())] * 2
+    assert not torch.equal(*draws)
     means = (draws[0] + draws[1]) / 2
     for mean, average in zip(means, model.averages, strict=True):
         assert float(mean.norm()) == pytest.approx(float(average.norm()), rel=1e-5)

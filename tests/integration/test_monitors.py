@@ -21,11 +21,14 @@ from lightning_sparse import (
     DDPHardThresholdStrategy,
     DensityMonitor,
     ErrorMonitor,
+    LayerLayout,
     LocalHardThresholdStrategy,
     SparseDDPStrategy,
     StepStats,
 )
+from lightning_sparse.callbacks.error_monitor import _add_histograms
 from lightning_sparse.engine.step_stats import LayerStats
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 from tests.integration.models import SMALL_BUCKETS_MB, Classifier, data, messages_of, quiet_trainer
 from tests.integration.test_checkpoint import ResumableData, SaveAt
 from tests.integration.test_step_log import columns, density_of
@@ -120,6 +123,32 @@ def test_monitors_count_and_log_nothing_in_barebones_mode() -> None:
     monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
     first, _ = watch(monitors, barebones=True, log_every_n_steps=0, max_steps=4)
     assert re.search(r"steps exchanged +4", first.printed)
+
+
+class Recorder:
+    """Takes the place of a TensorBoard logger and of its writer."""
+
+    def __init__(self) -> None:
+        self.experiment, self.added = self, dict[str, Any]()
+
+    def add_histogram(self, tag: str, values: torch.Tensor, step: int) -> None:
+        self.added[tag] = values.tolist()
+
+
+def test_histograms_hold_finite_values_from_before_the_selection() -> None:
+    recorder, layout = Recorder(), LayerLayout(("weight", "bias"), (3, 1))
+    residual = Residual(torch.tensor([0.5, -1.0, 2.0, 0.25]), torch.full((4,), 7.0))
+    scaled = torch.tensor([2.0, 4.0, float("inf"), 0.5])
+    bucket = FlatBucket(0, layout, scaled, residual, is_last=True, loss_scale=torch.tensor([2.0]))
+    _add_histograms([recorder], 3, "gradient", bucket)  # type: ignore[list-item]
+    assert recorder.added == {
+        "sparse/compensated/weight": [1.5, 1.0],
+        "sparse/residual/weight": [0.5, -1.0, 2.0],
+        "sparse/gradient/weight": [1.0, 2.0],
+        "sparse/compensated/bias": [0.5],
+        "sparse/residual/bias": [0.25],
+        "sparse/gradient/bias": [0.25],
+    }
 
 
 def test_histograms_with_overlap_are_drawn_every_time(tmp_path: Path) -> None:

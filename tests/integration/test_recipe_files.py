@@ -270,13 +270,13 @@ def test_the_recipe_for_one_gpu_continues_from_its_last_checkpoint(tmp_path):
     sizes = [argument for argument in SMALL[RESNET] if not argument.startswith("--trainer")]
     command = (f"--config={CONFIGS[f'{RESNET}/one_gpu']}", *sizes, "--trainer.accelerator=cpu", "--ckpt_path=last")
 
-    def fit(folder, epochs):
+    def fit(folder, epochs, *more):
         options = (f"--trainer.logger.save_dir={tmp_path / folder}", f"--trainer.max_epochs={epochs}")
-        return run_workers(fit_recipe, 1, *command, *options, process_group=False)[0]
+        return run_workers(fit_recipe, 1, *command, *options, *more, process_group=False)[0]
 
     whole = fit("whole", 2)
     assert fit("in parts", 1).steps == 1
-    resumed = fit("in parts", 2)
+    resumed = fit("in parts", 2, "--model.learning_rate=0.1")  # no effect, because the checkpoint has the rate
     assert resumed.steps == whole.steps == 2
     assert resumed.exchanged.step == 1
     for name in ("val/loss", "val/accuracy", "sparse/density", "sparse/error_norm", "sparse/total_error"):

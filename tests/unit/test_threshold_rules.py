@@ -4,7 +4,7 @@ from math import isfinite, sqrt
 import pytest
 import torch
 
-from lightning_sparse import HardThreshold, StepStats, paper_threshold
+from lightning_sparse import Dense, HardThreshold, StepStats, TopK, paper_threshold
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.step_stats import LayerStats
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
@@ -123,3 +123,10 @@ def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
         found.append(sparsifier.threshold_of("w"))
     # The first step has no previous residual to compare with.
     assert (found[1] > found[0]) - (found[1] < found[0]) == {"up": 1, "down": -1, "not": 0}[moves]
+
+
+@pytest.mark.parametrize("sparsifier", [Dense(), TopK(0.1)], ids=["Dense", "TopK"])
+def test_other_sparsifiers_than_hard_thresholds_have_no_threshold_to_set(sparsifier):
+    calibrator = Calibrator(sparsifier, speaks=False, keeps_rest=True)
+    with pytest.raises(TypeError, match=f"{type(sparsifier).__name__} has no λ to set"):
+        calibrator.set_threshold(1.0)

@@ -162,6 +162,7 @@ class SimulatedWorkers(ThreadWorkers):
 
     def commit(self) -> None:
         """Keep the last exchange, because an optimizer has stepped on its averages."""
-        reached, self._reached = self._reached, None
-        for worker in [] if reached is None else self.each:
-            worker.commit(reached or ())
+        if self._reached is not None:
+            for worker in self.each:
+                worker.commit(self._reached)
+        self._reached = None
