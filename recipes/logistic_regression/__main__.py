@@ -16,21 +16,14 @@ import torch
 from recipes import MissingDataError
 from recipes.logistic_regression.bounds import SHARES_OF_THRESHOLD, compute_bounds, limit_learning_rate
 from recipes.logistic_regression.curves import METHODS, Setting, compute_curves, tune_threshold_to_density
-from recipes.logistic_regression.data import URLS, load
-from recipes.logistic_regression.objective import Objective
+from recipes.logistic_regression.data import make_parser
 from recipes.logistic_regression.report import BOUND, CURVES, report
-from recipes.logistic_regression.training import drop_remainder, shards
+from recipes.logistic_regression.training import load_objective, shards
 
 
 def main() -> None:
     """Runs all trainings and writes the report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.logistic_regression",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--root", type=Path, default=Path("data"), help="parent folder of libsvm/")
-    parser.add_argument("--dataset", choices=URLS, default="gisette")
+    parser = make_parser("recipes.logistic_regression", __doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--shardings", nargs="+", choices=["shuffled", "sorted"], default=["shuffled", "sorted"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["dense", "top_k", "hard_threshold"])
@@ -51,13 +44,11 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Writes both CSV files and prints the constants of the problem."""
-    examples = load(arguments.root, arguments.dataset)
-    kept = drop_remainder(len(examples.labels), arguments.workers)
-    objective = Objective(examples.features[kept], examples.labels[kept])
+    objective = load_objective(arguments.root, arguments.dataset, arguments.workers)
     rate = arguments.relative_rate / objective.smoothness
     print(
-        f"{arguments.dataset}: N = {len(kept)}, d = {objective.num_elements}, L = {objective.smoothness:.4g}, "
-        f"γ = {rate:.4g}"
+        f"{arguments.dataset}: N = {len(objective.labels)}, d = {objective.num_elements}, "
+        f"L = {objective.smoothness:.4g}, γ = {rate:.4g}"
     )
     curve_frames, bound_frames = [], []
     for sharding in arguments.shardings:

@@ -6,7 +6,7 @@
 mean of (1/n) Σ_i ‖e_i‖² over the second half of each training, for Top-k and for hard thresholds, and draws it.
 """
 
-import argparse
+import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -17,31 +17,27 @@ import torch
 from matplotlib.figure import Figure
 
 from lightning_sparse import HardThreshold, Sparsifier, TopK
+from recipes import MissingDataError
 from recipes.logistic_regression.bounds import estimate_noise
 from recipes.logistic_regression.curves import Setting, tune_threshold_to_density
-from recipes.logistic_regression.data import URLS, load
+from recipes.logistic_regression.data import make_parser
 from recipes.logistic_regression.objective import Objective, find_minimiser
-from recipes.logistic_regression.training import drop_remainder, shards
+from recipes.logistic_regression.training import load_objective, shards
 
 WORKERS, ITERATIONS, EVERY = 20, 3000, 30
 SEEDS = (1, 2, 3)
-TERM, METHODS = "D/δ² + σ²/δ", ("Top-k", "hard threshold")
+METHODS = ("Top-k", "hard threshold")
 
 
 def main() -> None:
     """Runs all trainings, prints the table and draws the picture."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.logistic_regression.contraction",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--root", type=Path, default=Path("data"), help="parent folder of libsvm/")
-    parser.add_argument("--dataset", choices=URLS, default="gisette")
+    parser = make_parser("recipes.logistic_regression.contraction", __doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
     arguments = parser.parse_args()
-    examples = load(arguments.root, arguments.dataset)
-    kept = drop_remainder(len(examples.labels), WORKERS)
-    objective = Objective(examples.features[kept], examples.labels[kept])
+    try:
+        objective = load_objective(arguments.root, arguments.dataset, WORKERS)
+    except MissingDataError as error:
+        sys.exit(str(error))
     frame = pd.concat([measure(objective, sharding) for sharding in ("shuffled", "sorted")])
     print(frame.to_string(index=False, float_format="{:.4g}".format))
     draw(frame).savefig(arguments.output, dpi=100)
@@ -80,7 +76,7 @@ def draw(frame: pd.DataFrame) -> Figure:
             rows = subset[subset["method"] == method]
             axes.plot(1 / rows["density"], rows["squared_error"], "o", label=method, markersize=4)
         rows = subset[subset["method"] == METHODS[0]].sort_values("density")
-        axes.plot(1 / rows["density"], rows["term"], "--", label=TERM, color="grey")
+        axes.plot(1 / rows["density"], rows["term"], "--", label="D/δ² + σ²/δ", color="grey")
         axes.set(xscale="log", yscale="log", xlabel="1/δ", title=f"{sharding} shards")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("(1/n) Σ ‖e‖², gradient units squared")

@@ -1,5 +1,6 @@
 """Loads two-class data sets of LIBSVM, and MADELON of scikit-feature, as dense matrices."""
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,16 @@ URLS = {
     "madelon_unit": f"{SCIKIT_FEATURE}/madelon.mat",
     "mushrooms": f"{LIBSVM}/mushrooms",
 }
+
+
+def make_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the options that choose the data."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {prog}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--root", type=Path, default=Path("data"), help="parent folder of libsvm/")
+    parser.add_argument("--dataset", choices=URLS, default="gisette")
+    return parser
 
 
 class Examples(NamedTuple):

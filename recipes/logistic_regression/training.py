@@ -1,12 +1,14 @@
 """Simulates distributed SGD with error feedback in one process, with the package's sparsifiers."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse import HardThreshold, LayerLayout, Sparsifier
+from recipes.logistic_regression.data import load
 from recipes.logistic_regression.objective import Objective
 
 Sharding = Literal["shuffled", "sorted"]
@@ -39,6 +41,13 @@ def drop_remainder(num_examples: int, num_workers: int) -> Tensor:
 
 def _random_order(num_examples: int) -> Tensor:
     return torch.randperm(num_examples, generator=torch.Generator().manual_seed(0))
+
+
+def load_objective(root: Path, dataset: str, num_workers: int) -> Objective:
+    """Returns f of a data set, without the examples that workers cannot share equally."""
+    examples = load(root, dataset)
+    kept = drop_remainder(len(examples.labels), num_workers)
+    return Objective(examples.features[kept], examples.labels[kept])
 
 
 def draw_examples(shards: Tensor, iterations: int, seed: int) -> Tensor:
