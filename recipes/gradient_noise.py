@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_sparse import SimulatedWorkersStrategy
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.theory import measured_noise, threshold_from_estimates
 
@@ -24,11 +25,16 @@ class GradientNoise(Callback):
         self.densities = densities
         self._draws: list[list[torch.Tensor]] = []
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Discards the gradients of an earlier fit."""
+        if not isinstance(trainer.strategy, SimulatedWorkersStrategy):
+            raise TypeError(f"GradientNoise needs SimulatedWorkersStrategy, got {type(trainer.strategy).__name__}.")
+        self._draws = [[] for _ in trainer.strategy.averagers]
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Watches the next exchange of each worker."""
-        averagers = trainer.strategy.averagers  # type: ignore[attr-defined]
-        self._draws = self._draws or [[] for _ in averagers]
-        for draws, averager in zip(self._draws, averagers, strict=True):
+        strategy: Any = trainer.strategy
+        for draws, averager in zip(self._draws, strategy.averagers, strict=True):
             averager.watch_next(partial(_keep, draws))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,11 +1,11 @@
 """Shows the residual of error feedback, in total and per layer."""
 
+from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_sparse.callbacks.metrics import TotalError
@@ -33,8 +33,8 @@ class ErrorMonitor(StepMonitor):
 
     Args:
         per_layer: whether to follow single layers; each step then sends two more numbers per layer.
-        histograms_every_n_steps: the number of steps from one set of histograms to the next; None for no histograms.
-            Other steps cost nothing.
+        histograms_every_n_steps: the number of steps from one set of histograms to the next, each of the first exchange
+            from that step on; None for no histograms. Other steps cost nothing.
     """
 
     def __init__(self, per_layer: bool = False, histograms_every_n_steps: int | None = None) -> None:
@@ -47,9 +47,12 @@ class ErrorMonitor(StepMonitor):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        strategy, loggers, step = trainer.strategy, tensorboard_loggers(trainer), logging_step(trainer)
-        if self._every is not None and step % self._every == 0 and loggers and isinstance(strategy, SparseStrategy):
-            strategy.state.watch_next(partial(_add_histograms, loggers, step, strategy.averages.removesuffix("s")))
+        strategy, is_due = trainer.strategy, self._every is not None and logging_step(trainer) % self._every == 0
+        if is_due and tensorboard_loggers(trainer) and isinstance(strategy, SparseStrategy):
+            averaged = strategy.averages.removesuffix("s")
+            is_part_of_drift = getattr(strategy._options, "keep_drift", False)
+            kinds = (averaged,) if is_part_of_drift else ("compensated", "residual", averaged)
+            strategy.state.watch_next(partial(_add_histograms, trainer, kinds))
 
     @override
     def take_in(self, step: StepStats) -> None:
@@ -86,14 +89,13 @@ class ErrorMonitor(StepMonitor):
         self._has_numbers = True
 
 
-def _add_histograms(loggers: list[TensorBoardLogger], step: int, averaged: str, bucket: FlatBucket) -> None:
+def _add_histograms(trainer: Trainer, kinds: Sequence[str], bucket: FlatBucket) -> None:
     residual = bucket.residual.before
     compensated = bucket.whole(residual.dtype)
-    flat = {"compensated": compensated, "residual": residual, averaged: compensated - residual}
-    if averaged == "drift" and not residual.any():  # unsent values are a part of the drift
-        flat = {averaged: compensated}
+    averaged = compensated - residual
     for name, start, end in bucket.layout.spans():
-        for kind, values in flat.items():
-            finite = values[start:end][values[start:end].isfinite()]
-            for logger in loggers if finite.numel() else []:
-                logger.experiment.add_histogram(f"sparse/{kind}/{name}", finite, step)
+        for kind in kinds:
+            values = {"compensated": compensated, "residual": residual}.get(kind, averaged)[start:end]
+            finite = values[values.isfinite()]
+            for logger in tensorboard_loggers(trainer) if finite.numel() else []:
+                logger.experiment.add_histogram(f"sparse/{kind}/{name}", finite, logging_step(trainer))

@@ -44,6 +44,8 @@ class Averager(ABC):
     replica = Workers(None, 0, 1)
     _advice_for_others = "begin without it"
     _parameters: Mapping[str, Tensor]
+    _mark: Mapping[str, Any] | None = None
+    """The numbers before an exchange on which no optimizer has stepped yet; None if these are the current ones."""
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
@@ -134,7 +136,9 @@ class Averager(ABC):
             TypeError: the sparsifier is not a hard threshold.
             ValueError: the threshold is negative, NaN or infinite.
         """
-        self._engine.set_threshold(threshold)
+        numbers = self._engine.set_threshold(threshold)
+        if self._mark is not None:
+            self._mark = {**self._mark, **numbers}
 
     # State.
 

@@ -201,9 +201,13 @@ class Engine:
         for receiver in self.subscribers:
             receiver(stats)
 
-    def set_threshold(self, threshold: float) -> None:
-        """Set λ from the next step on; a single worker keeps it for a resume on several workers."""
+    def set_threshold(self, threshold: float) -> Mapping[str, Any]:
+        """Set λ from the next step on, and return the numbers of a ``mark`` that change.
+
+        A single worker keeps λ for a resume on several workers.
+        """
         self._kept.set_threshold(threshold)
+        return self._kept.state_dict()
 
     def reset(self) -> None:
         """Return to the state before the first step."""

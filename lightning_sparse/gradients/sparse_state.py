@@ -53,6 +53,7 @@ class SparseState(Averager):
     """
 
     kind = "gradients"
+    _mark: dict[str, Any]
     is_exchanging = is_idle = False
     _advice_for_others = "give residuals.load_state_dict the mean of all files' residuals"
 
@@ -254,7 +255,7 @@ class SparseState(Averager):
 
     def _note_numbers(self) -> None:
         """Store the numbers of the committed step for checkpoints."""
-        self._mark: dict[str, Any] = {**self._engine.mark(), "layout": self._bucket_names}
+        self._mark = {**self._engine.mark(), "layout": self._bucket_names}
 
     def catch_up(self, *, knows: bool) -> None:
         """Receive committed numbers from a worker that ``knows`` all steps. Collective."""

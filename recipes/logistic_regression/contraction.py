@@ -40,6 +40,7 @@ def main() -> None:
         sys.exit(str(error))
     frame = pd.concat([measure(objective, sharding) for sharding in ("shuffled", "sorted")])
     print(frame.to_string(index=False, float_format="{:.4g}".format))
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     draw(frame).savefig(arguments.output, dpi=100)
 
 

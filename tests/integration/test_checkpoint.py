@@ -374,6 +374,30 @@ def test_a_threshold_changed_by_the_user_stays(tmp_path: Path) -> None:
         assert worker["threshold"] not in (0.0, 0.02)
 
 
+class SetsAtTheEnd(Callback):
+    """Sets another threshold after a step, before the checkpoint of this step is saved."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == STOP:
+            trainer.strategy.state.set_threshold(0.2)  # type: ignore[attr-defined]
+
+
+def _set_and_save(case: dict[str, Any], path: str) -> dict[str, Any]:
+    trainer = quiet_trainer(make_strategy(case), max_steps=STOP, callbacks=[SetsAtTheEnd()])
+    trainer.fit(Classifier(), data())
+    trainer.save_checkpoint(path)
+    own = trainer.strategy.state.state_dict()  # type: ignore[attr-defined]
+    return {"file": torch.load(path, weights_only=True)["lightning_sparse"]["numbers"], "own": own["numbers"]}
+
+
+@pytest.mark.parametrize("name", ["plain", "after calibration", "share of each layer", "local, density"])
+@pytest.mark.parametrize("num_workers", [2, 1])
+def test_a_threshold_that_is_set_after_a_step_is_saved(name: str, num_workers: int, tmp_path: Path) -> None:
+    case = CASES[name]
+    for numbers in run_workers(_set_and_save, num_workers, case, str(tmp_path / "set.ckpt"), process_group=False)[:1]:
+        assert numbers["file"]["threshold"] == numbers["own"]["threshold"] == 0.2
+
+
 def _train_alone(path: str, threshold: float | None) -> list[StepStats]:
     """Continues a checkpoint for two steps and replaces it; may set a threshold first."""
     seen: list[StepStats] = []

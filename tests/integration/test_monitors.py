@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,48 +126,64 @@ def test_monitors_count_and_log_nothing_in_barebones_mode() -> None:
     assert re.search(r"steps exchanged +4", first.printed)
 
 
-class Recorder:
-    """Takes the place of a TensorBoard logger and of its writer."""
+class Recorder(TensorBoardLogger):
+    """Records histograms instead of writing them."""
 
     def __init__(self) -> None:
-        self.experiment, self.added = self, dict[str, Any]()
+        self.added: dict[str, Any] = {}
+
+    @property
+    def experiment(self) -> Any:
+        return self
 
     def add_histogram(self, tag: str, values: torch.Tensor, step: int) -> None:
-        self.added[tag] = values.tolist()
+        self.added[tag] = step, values.tolist()
 
 
 def test_histograms_hold_finite_values_from_before_the_selection() -> None:
     recorder, layout = Recorder(), LayerLayout(("weight", "bias"), (3, 1))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=3))
+    trainer: Any = SimpleNamespace(loggers=[recorder], is_global_zero=True, fit_loop=loop)
     residual = Residual(torch.tensor([0.5, -1.0, 2.0, 0.25]), torch.full((4,), 7.0))
     scaled = torch.tensor([2.0, 4.0, float("inf"), 0.5])
     bucket = FlatBucket(0, layout, scaled, residual, is_last=True, loss_scale=torch.tensor([2.0]))
-    _add_histograms([recorder], 3, "gradient", bucket)  # type: ignore[list-item]
+    _add_histograms(trainer, ("compensated", "residual", "gradient"), bucket)
     assert recorder.added == {
-        "sparse/compensated/weight": [1.5, 1.0],
-        "sparse/residual/weight": [0.5, -1.0, 2.0],
-        "sparse/gradient/weight": [1.0, 2.0],
-        "sparse/compensated/bias": [0.5],
-        "sparse/residual/bias": [0.25],
-        "sparse/gradient/bias": [0.25],
+        "sparse/compensated/weight": (3, [1.5, 1.0]),
+        "sparse/residual/weight": (3, [0.5, -1.0, 2.0]),
+        "sparse/gradient/weight": (3, [1.0, 2.0]),
+        "sparse/compensated/bias": (3, [0.5]),
+        "sparse/residual/bias": (3, [0.25]),
+        "sparse/gradient/bias": (3, [0.25]),
     }
 
 
-def test_histograms_with_overlap_are_drawn_every_time(tmp_path: Path) -> None:
-    strategy = LocalHardThresholdStrategy(threshold=0.02, overlap=True)
+DRIFT_HISTOGRAMS: dict[str, tuple[dict[str, Any], list[str], list[int]]] = {
+    "overlap": ({"overlap": True}, ["drift"], [0, 2, 4]),  # the residual is a part of the drift
+    "every third step": ({"every_n_steps": 3}, ["drift"], [2, 5]),
+    "kept apart": ({"keep_drift": False}, ["compensated", "drift", "residual"], [0, 2, 4]),
+}
+
+
+@pytest.mark.parametrize("name", DRIFT_HISTOGRAMS)
+def test_histograms_of_drifts_have_the_step_of_their_exchange(name: str, tmp_path: Path) -> None:
+    options, kinds, steps = DRIFT_HISTOGRAMS[name]
+    strategy = LocalHardThresholdStrategy(threshold=0.02, **options)
     monitors = [ErrorMonitor(histograms_every_n_steps=2)]
     watch(monitors, strategy=strategy, logger=TensorBoardLogger(str(tmp_path)))
-    run_workers(_check_drift_histograms, 1, str(tmp_path), process_group=False)
+    run_workers(_check_drift_histograms, 1, str(tmp_path), kinds, steps, process_group=False)
 
 
-def _check_drift_histograms(folder: str) -> None:
+def _check_drift_histograms(folder: str, kinds: list[str], steps: list[int]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     [file] = Path(folder).rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file.parent), size_guidance={"histograms": 0})
     events.Reload()
-    assert set(events.Tags()["histograms"]) == {f"sparse/drift/{name}" for name in SIZES}  # no residual of its own
-    for name in SIZES:
-        assert [point.step for point in events.Histograms(f"sparse/drift/{name}")] == [0, 2, 4]
+    tags = events.Tags()["histograms"]
+    assert set(tags) == {f"sparse/{kind}/{name}" for kind in kinds for name in SIZES}
+    for tag in tags:
+        assert [point.step for point in events.Histograms(tag)] == steps, tag
 
 
 @pytest.mark.parametrize("per_layer", [True, False])

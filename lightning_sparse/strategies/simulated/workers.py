@@ -1,7 +1,6 @@
 """Exchange of gradients between n simulated workers, one engine and thread per worker."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
@@ -41,7 +40,6 @@ class SimulatedWorker(Averager):
         self._layouts = [LayerLayout(tuple(names), tuple(sizes[name] for name in names)) for names in by_dtype.values()]
         self.residuals = ResidualMemory(self._parameters)
         self.all_workers: Sequence[SimulatedWorker] = [self]
-        self._mark: Mapping[str, Any] | None = None
 
     def set_threshold(self, threshold: float) -> None:
         """Set λ of all workers from the next step on; see ``Averager.set_threshold``."""
