@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -9,9 +10,12 @@ import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, local
 from lightning_sparse.engine.snapshot import Tensors
+from lightning_sparse.kernels.native import Parts
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 
 PREFIX = "outer."
 """Prefix of the outer optimizer's kinds of tensors in a ``Snapshot``."""
@@ -24,16 +28,27 @@ class AnchorBucket(ParameterBucket):
     Attributes:
         anchor: x, the same bits on all workers: float64 for double precision, else float32.
         drift: x − θ, and after the exchange the average.
-        kept: unsent values.
     """
 
     anchor: Tensor = field(init=False)
     drift: Tensor = field(init=False)
-    kept: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.anchor, self.drift, self.kept = (self.zeros() for _ in range(3))
+        self.anchor, self.drift = self.zeros(), self.zeros()
         self.read(self.anchor)
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """Unsent values, for exchanges that do not keep them in the weights."""
+        return self.zeros()
+
+    def weights(self) -> Parts | None:
+        """Return the parameters for compiled functions; None if these do not support them."""
+        thetas = self._thetas()
+        is_supported = all(
+            theta.dtype == torch.float32 and theta.is_contiguous() and theta.device.type == "cpu" for theta in thetas
+        )
+        return Parts(thetas) if is_supported else None
 
     def read(self, out: Tensor) -> Tensor:
         """Copy the parameters into a flat tensor, in the order of indices."""
@@ -61,12 +76,54 @@ class AnchorBucket(ParameterBucket):
         else:
             self.write(torch.sub(self.anchor, self.kept, out=self.drift))
 
+    @torch.no_grad()
+    def subtract(self, average: Tensor) -> None:
+        """Subtract an average, which may be in ``drift``, from the anchor and the parameters."""
+        self.anchor.sub_(average)
+        torch._foreach_sub_(self._thetas(), self.shaped_parts(average))
+
     def _anchor_less(self, subtrahends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         for x, subtrahend, difference in zip(self.shaped_parts(self.anchor), subtrahends, out, strict=True):
             torch.sub(x, subtrahend, out=difference)
 
     def _thetas(self) -> list[Tensor]:
         return [as_real(local(parameter)) for parameter in self.parameters]
+
+
+@dataclass
+class DriftBucket(FlatBucket):
+    """The drift of an anchored bucket, which is formed unless compiled functions form it on the way.
+
+    Attributes:
+        of: the bucket.
+        decay: factor on unsent values of the previous exchange; 0 if the weights contain them.
+    """
+
+    of: AnchorBucket = field(kw_only=True)
+    decay: float = field(kw_only=True)
+
+    @override
+    def form(self) -> None:
+        self.weights = None
+        self.of.form_drift()
+        kept = self.of.kept.mul_(self.decay) if self.decay else self.of.kept.zero_()
+        self.residual = Residual(kept, kept)
+        assert self.notes is not None
+        self.notes[0] = _largest(self.gradient)
+
+    @override
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        if self.weights is None:
+            return super().whole(dtype)
+        return torch.sub(self.of.anchor, self.of.read(torch.empty_like(self.of.anchor))).to(dtype)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return max |v|, fifteen times faster than torch's infinity norm."""
+    if not values.numel():
+        return values.new_zeros((), dtype=torch.float64)
+    lowest, highest = torch.aminmax(values)
+    return torch.maximum(highest, -lowest).double()
 
 
 def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[str, Tensor]:

@@ -213,7 +213,7 @@ class SparseModelAverager(Averager):
         self.flush()
         snapshot = self._engine.snapshot()
         snapshot.shared, numbers = self.exchange.state()
-        unsent = snapshot.shared.pop("kept")
+        unsent = snapshot.shared.pop("kept", {})
         snapshot.numbers |= {"num_steps": self.num_steps} | numbers
         saved = self.shared.weights() | self.exchange.untrained.changed(workers) | self.shared.own
         parameters = self.parameters
@@ -223,7 +223,7 @@ class SparseModelAverager(Averager):
             names = [name for name, flag in zip(parameters, flags, strict=True) if flag]
         flat = {name: as_real(saved.get(name, local(parameters[name]))).reshape(-1) for name in names}
         snapshot.own["weights"] = flat
-        if not self.options.keep_drift:
+        if unsent:
             snapshot.own["unsent"] = unsent
         snapshot.extra["buffers"] = {name: saved[name] for name in saved.keys() - parameters.keys()}
         return snapshot

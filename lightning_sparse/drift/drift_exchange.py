@@ -9,10 +9,17 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.drift.anchor import AnchorBucket, WeightOwnership, drifting, load_outer, outer_state
+from lightning_sparse.drift.anchor import (
+    AnchorBucket,
+    DriftBucket,
+    WeightOwnership,
+    drifting,
+    load_outer,
+    outer_state,
+)
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, ignored_names
-from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.exchange import Workers
@@ -46,10 +53,9 @@ class DriftExchange:
         self.is_changing = False
         self.largest_drift = 0.0
         self._module, self._engine, self._replica = module, engine, replica
-        self.flight: list[FlatBucket] = []
+        self.flight: list[DriftBucket] = []
         self._starts: list[Tensor] = []
         self._compared: dict[str, Tensor] = {}
-        self._zeros: dict[torch.dtype, Tensor] = {}
         self.take_in_new()
 
     def depart(self) -> None:
@@ -58,30 +64,34 @@ class DriftExchange:
         self.take_in_new()
         self._engine.begin()
         self._engine.add_all(self._departing())
-        self.is_changing = False
+        self.is_changing = not self.options.overlap  # the weights may lack sent values until the exchange ends
 
-    def _departing(self) -> Iterator[FlatBucket]:
+    def _departing(self) -> Iterator[DriftBucket]:
+        # Then compiled functions can move the weights in place.
+        keeps_in_weights = self.options.keep_drift and self.outer is None and not self.options.overlap
         for bucket in self.buckets:
             if self.options.overlap:
                 self._starts.append(bucket.read(torch.empty_like(bucket.drift)))
-            bucket.form_drift()
-            if self.options.keep_drift:
-                residual = Residual(self._zeros_like(bucket.kept), bucket.kept)
-            else:
-                residual = Residual(bucket.kept.mul_(self.options.drift_decay), bucket.kept)
-            notes = _largest(bucket.drift)
             is_last = bucket is self.buckets[-1]
+            notes = torch.zeros(1, dtype=torch.float64, device=bucket.anchor.device)
             if is_last:
                 self._compared = self.untrained.floating(only_buffers=True)
                 notes = torch.cat([notes, fingerprints([*self._compared.values()]).to(notes.device)])
-            self.flight.append(FlatBucket(bucket.index, bucket.layout, bucket.drift, residual, is_last, notes=notes))
-            yield self.flight[-1]
-
-    def _zeros_like(self, kept: Tensor) -> Tensor:
-        """Return zeros in memory that all buckets share."""
-        if kept.dtype not in self._zeros or self._zeros[kept.dtype].numel() < kept.numel():
-            self._zeros[kept.dtype] = torch.zeros_like(kept)
-        return self._zeros[kept.dtype][: kept.numel()]
+            drift = DriftBucket(
+                bucket.index,
+                bucket.layout,
+                bucket.drift,
+                Residual(bucket.anchor, bucket.anchor),
+                is_last,
+                notes=notes,
+                weights=bucket.weights() if keeps_in_weights else None,
+                of=bucket,
+                decay=0.0 if self.options.keep_drift else self.options.drift_decay,
+            )
+            if drift.weights is None:
+                drift.form()
+            self.flight.append(drift)
+            yield drift
 
     def land(self) -> None:
         """End the exchange, and move anchor and weights by the average. Collective.
@@ -106,9 +116,12 @@ class DriftExchange:
         largest = max(float(note[:, 0].max()) for note in notes)
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
         self._engine.workers.average([*self.untrained.differing(self._compared, notes[-1][:, 1:]).values()])
-        self._move_anchor([bucket.average for bucket in flight])
-        for place, bucket in enumerate(self.buckets):
-            if starts:  # the weights have changed since the exchange started
+        self._move_anchor(flight)
+        for place, (bucket, drift) in enumerate(zip(self.buckets, flight, strict=True)):
+            if drift.weights is not None:
+                if not drift.has_moved:
+                    bucket.subtract(drift.average)
+            elif starts:  # the weights have changed since the exchange started
                 target, unused = bucket.anchor, bucket.drift
                 if self.options.keep_drift:
                     target, unused = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift), bucket.kept
@@ -120,12 +133,12 @@ class DriftExchange:
         self._engine.account(dense_exchanges=self.options.every_n_steps)
         self.is_changing = False
 
-    def _move_anchor(self, averages: list[Tensor]) -> None:
-        for bucket, average in zip(self.buckets, averages, strict=True):
-            if self.outer is None:
-                bucket.anchor.sub_(average)
-            else:
-                bucket.anchor.grad = average
+    def _move_anchor(self, flight: list[DriftBucket]) -> None:
+        for bucket, drift in zip(self.buckets, flight, strict=True):
+            if self.outer is not None:
+                bucket.anchor.grad = drift.average
+            elif drift.weights is None:
+                bucket.anchor.sub_(drift.average)
         if self.outer is not None:
             self.outer.step()
             for bucket in self.buckets:
@@ -139,7 +152,8 @@ class DriftExchange:
         self.flight, self._starts = [], []
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
-            bucket.kept.zero_()
+            if not self.options.keep_drift:
+                bucket.kept.zero_()
         if self.outer is not None:
             self.outer.state.clear()
 
@@ -151,6 +165,10 @@ class DriftExchange:
             for name, part in zip(bucket.layout.names, bucket.shaped_parts(bucket.anchor), strict=True)
         }
 
+    @property
+    def _kinds(self) -> list[Literal["anchor", "kept"]]:
+        return ["anchor"] if self.options.keep_drift else ["anchor", "kept"]
+
     def _views(self, kind: Literal["anchor", "kept"]) -> dict[str, Tensor]:
         """Return flat parts of all buckets' tensors by name, in the order of indices."""
         return {name: part for bucket in self.buckets for name, part in bucket.by_name(getattr(bucket, kind)).items()}
@@ -159,12 +177,13 @@ class DriftExchange:
         """Return tensors by kind and name, and plain values of layout and outer optimizer."""
         tensors, outer = outer_state(self.outer, self.buckets)
         layout = [list(bucket.layout.names) for bucket in self.buckets]
-        views: Tensors = {"anchor": self._views("anchor"), "kept": self._views("kept")}
+        views: Tensors = {kind: self._views(kind) for kind in self._kinds}
         return views | tensors, {"layout": layout, "outer": outer}
 
     def load(self, tensors: Tensors, outer: Mapping[str, Any]) -> None:
         """Load those results of ``state`` that fit the buckets."""
-        for kind, parts in (("anchor", self._views("anchor")), ("kept", self._views("kept"))):
+        for kind in self._kinds:
+            parts = self._views(kind)
             for name, saved in tensors.get(kind, {}).items():
                 if name in parts and saved.numel() == parts[name].numel():
                     parts[name].copy_(saved)
@@ -222,14 +241,6 @@ class DriftExchange:
                     )
             else:
                 self.outer.add_param_group({"params": anchors})
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Return max |v|, shape (1,), fifteen times faster than torch's infinity norm."""
-    if not values.numel():
-        return values.new_zeros(1, dtype=torch.float64)
-    lowest, highest = torch.aminmax(values)
-    return torch.maximum(highest, -lowest).double().view(1)
 
 
 def _say_new(names: Collection[str]) -> None:

@@ -1,4 +1,5 @@
-/* The hard threshold and the addition of payloads on a CPU, each in one pass over memory; see native.py.
+/* The hard threshold, the addition of payloads and the move of weights on a CPU, each in one pass over memory; see
+   native.py.
 
    Plain C that compilers vectorise, with groups of elements in local arrays, which do not overlap. Without contraction
    and reassociation it gives the bits of the tensor operations that run without a compiler. */
@@ -13,11 +14,16 @@
 
 enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: for average only */
 
-/* A step of the hard threshold on one bucket. */
+/* A step of the hard threshold on one bucket: of gradients, p = e + g / S; of drifts, p = x - w, and e' is kept in the
+   weights: w = x - e'. */
 typedef struct {
-    const float *before;    /* e */
-    float *after;           /* e'; may be e */
-    float *gradient;        /* g */
+    const float *before;    /* e, or the anchor x */
+    float *after;           /* e'; may be e. Not for drifts */
+    float *gradient;        /* g. Not for drifts */
+    float *const *parts;    /* w: tensors that together hold the bucket's weights. NULL: gradients */
+    const int64_t *part_ends;
+    float *weights;         /* the current part */
+    int64_t weights_start;
     float *dense;           /* receives selected values, and zeros elsewhere; may be g. NULL: use the payload */
     void *values;           /* of the payload: `capacity` encoded values */
     uint16_t *offsets;      /* `capacity` offsets */
@@ -28,6 +34,7 @@ typedef struct {
     int64_t selected;       /* coordinates so far, written or not */
     int64_t non_finite;     /* selected values that are NaN or infinite */
     double squares;         /* the sum of e'^2, as if all selected values were sent */
+    uint32_t largest;       /* bits of the largest |p|; NaN is larger than all other values */
     float loss_scale;       /* S; 1 changes no bit */
     float divisor;          /* of dense values */
     float scale;            /* a value is its number on the wire times this power of two */
@@ -123,14 +130,35 @@ INLINE float sent_and_kept(float p, float excess, int32_t wire, float scale, flo
     return sent;
 }
 
-/* Forms p = e + g / S of `count` elements, and 0 for the rest of the group. */
-INLINE void form(const step_t *step, int64_t begin, int64_t count, float *p) {
-    const float *e = step->before + begin, *g = step->gradient + begin, scale = step->loss_scale;
+INLINE float *weights_at(const step_t *step, int64_t place) { return step->weights + (place - step->weights_start); }
+
+/* Forms p of `count` elements, and 0 for the rest of the group. Returns whether all are below the threshold. */
+INLINE int form(step_t *step, int64_t begin, int64_t count, float threshold, float *p) {
+    const float *before = step->before + begin, scale = step->loss_scale;
+    uint32_t bits[GROUP], largest = 0, least;
     if (count < GROUP) memset(p, 0, GROUP * sizeof *p);
-    if (scale == 1.0f)
-        for (int64_t j = 0; j < count; j++) p[j] = e[j] + g[j];
-    else
-        for (int64_t j = 0; j < count; j++) p[j] = e[j] + g[j] / scale;
+    if (step->weights) {
+        const float *weights = weights_at(step, begin);
+        for (int64_t j = 0; j < count; j++) p[j] = before[j] - weights[j];
+    } else {
+        const float *gradient = step->gradient + begin;
+        if (scale == 1.0f)
+            for (int64_t j = 0; j < count; j++) p[j] = before[j] + gradient[j];
+        else
+            for (int64_t j = 0; j < count; j++) p[j] = before[j] + gradient[j] / scale;
+    }
+    /* Magnitudes have the order of their bits, with NaN above infinity. */
+    memcpy(bits, p, sizeof bits);
+    memcpy(&least, &threshold, sizeof least);
+    for (int j = 0; j < GROUP; j++) largest = (bits[j] & 0x7FFFFFFF) > largest ? bits[j] & 0x7FFFFFFF : largest;
+    if (largest > step->largest) step->largest = largest;
+    return largest < least;
+}
+
+/* Keeps e' of one element: in its residual, or in its weight. */
+INLINE void keep(step_t *step, int64_t place, float kept) {
+    if (step->weights) *weights_at(step, place) = step->before[place] - kept;
+    else step->after[place] = kept;
 }
 
 /* Writes a selected value into the payload if capacity remains; returns the rest that is kept after sending. */
@@ -142,7 +170,7 @@ INLINE float send(step_t *step, float p, float excess, int64_t place) {
     if (at < step->capacity) {
         put(sent, step->values, at, step->wire, step->scale);
         step->offsets[at] = (uint16_t)place;
-        step->after[place] = kept;
+        keep(step, place, kept);
     }
     return kept;
 }
@@ -158,10 +186,8 @@ INLINE void add_squares(double *sums, const float *group) {
 /* Writes a group into the payload. A value beyond the capacity stays in e' as p. */
 INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, double *squares) {
     float p[GROUP], below[GROUP];
-    int all_below = 1;
-    form(step, begin, count, p);
-    for (int j = 0; j < count; j++) all_below &= fabsf(p[j]) < threshold; /* false for NaN */
-    memcpy(step->after + begin, p, count * sizeof *p);
+    int all_below = form(step, begin, count, threshold, p);
+    if (!step->weights) memcpy(step->after + begin, p, count * sizeof *p);
     if (step->clears) memset(step->gradient + begin, 0, count * sizeof *p);
     if (all_below) {
         add_squares(squares, p);
@@ -187,21 +213,25 @@ INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float thresho
 INLINE void mask_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, int32_t wire,
                        double *squares) {
     float p[GROUP], sent[GROUP] = {0};
-    int selected = 0, non_finite = 0;
-    form(step, begin, count, p);
-    for (int j = 0; j < count; j++) selected += !(fabsf(p[j]) < threshold);
-    if (selected) {
+    int hits[GROUP], selected = 0, non_finite = 0;
+    if (!form(step, begin, count, threshold, p)) {
         for (int j = 0; j < count; j++) {
             float kept, value = sent_and_kept(p[j], excess, wire, step->scale, &kept) / step->divisor;
-            int hit = !(fabsf(p[j]) < threshold);
+            int hit = hits[j] = !(fabsf(p[j]) < threshold);
+            selected += hit;
             non_finite += !isfinite(p[j]);
             sent[j] = hit ? value : 0.0f;
             p[j] = hit ? kept : p[j];
         }
+        if (step->weights) {
+            const float *anchor = step->before + begin;
+            float *weights = weights_at(step, begin);
+            for (int64_t j = 0; j < count; j++) weights[j] = hits[j] ? anchor[j] - p[j] : weights[j];
+        }
     }
     step->selected += selected;
     step->non_finite += non_finite;
-    memcpy(step->after + begin, p, count * sizeof *p);
+    if (!step->weights) memcpy(step->after + begin, p, count * sizeof *p);
     memcpy(step->dense + begin, sent, count * sizeof *sent);
     add_squares(squares, p);
 }
@@ -219,8 +249,7 @@ INLINE void walk(step_t *step, int64_t start, int64_t end, float threshold, floa
     for (int j = 0; j < GROUP / 4; j++) step->squares += squares[j];
 }
 
-/* Takes values of at least the threshold out of [start, end); sent values exceed p by excess. */
-void take_out(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
+INLINE void walk_as(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
     const int32_t wire = step->wire; /* a constant in each branch, so that compilers vectorise */
     if (!step->dense) walk(step, start, end, threshold, excess, 0, wire);
     else if (wire == WIRE_FLOAT32) walk(step, start, end, threshold, excess, 1, WIRE_FLOAT32);
@@ -229,31 +258,92 @@ void take_out(step_t *step, int64_t start, int64_t end, float threshold, float e
     else walk(step, start, end, threshold, excess, 1, WIRE_FLOAT8);
 }
 
-/* Adds payloads to zeros, in rank order, and divides the sums by their number; block by block, as a block stays in the
-   cache. Each payload begins `row` bytes after the one before. */
-void average(const char *ends, const char *values, const char *offsets, int64_t row, int64_t num_payloads,
-             int64_t capacity, int32_t wire, float scale, float *out, int64_t num_blocks) {
-    const float divisor = (float)num_payloads;
-    for (int64_t block = 0; block < num_blocks; block++) {
-        uint64_t divided[(1 << BLOCK_SHIFT) / 64];
-        float *part = out + (block << BLOCK_SHIFT);
-        memset(divided, 0, sizeof divided);
-        for (int pass = 0; pass < 2; pass++) {
-            for (int64_t rank = 0; rank < num_payloads; rank++) {
-                const int32_t *of_blocks = (const int32_t *)(ends + rank * row);
-                const uint16_t *place = (const uint16_t *)(offsets + rank * row);
-                const void *value = values + rank * row;
-                int64_t first = block ? of_blocks[block - 1] : 0, last = of_blocks[block];
-                if (last > capacity) last = capacity;
-                for (int64_t k = first; k < last; k++) {
-                    uint64_t bit = 1ull << (place[k] % 64);
-                    if (pass == 0) {
-                        part[place[k]] += get(value, k, wire, scale);
-                    } else if (!(divided[place[k] / 64] & bit)) { /* once, even if several workers sent it */
-                        divided[place[k] / 64] |= bit;
-                        part[place[k]] /= divisor;
-                    }
-                }
+/* Takes values of at least the threshold out of [start, end); sent values exceed p by excess. */
+void take_out(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
+    if (!step->parts) {
+        step->weights = 0;
+        walk_as(step, start, end, threshold, excess);
+        return;
+    }
+    int64_t part = 0;
+    while (start < end) {
+        for (; step->part_ends[part] <= start; part++) {}
+        int64_t until = step->part_ends[part] < end ? step->part_ends[part] : end;
+        step->weights = step->parts[part];
+        step->weights_start = part ? step->part_ends[part - 1] : 0;
+        walk_as(step, start, until, threshold, excess);
+        start = until;
+    }
+}
+
+/* Payloads of a bucket, one from each worker. */
+typedef struct {
+    const char *ends, *values, *offsets; /* of the first; each payload begins `row` bytes after the one before */
+    int64_t row, num_payloads, capacity, num_blocks;
+    float scale;
+    int32_t wire;
+} payloads_t;
+
+typedef struct {
+    const void *values;
+    const uint16_t *places;
+    int64_t first, last;
+} block_t;
+
+/* Returns the part of a payload for a block. */
+INLINE block_t part_of(const payloads_t *all, int64_t rank, int64_t block) {
+    const int32_t *ends = (const int32_t *)(all->ends + rank * all->row);
+    int64_t last = ends[block] < all->capacity ? ends[block] : all->capacity;
+    return (block_t){all->values + rank * all->row, (const uint16_t *)(all->offsets + rank * all->row),
+                     block ? ends[block - 1] : 0, last};
+}
+
+/* Adds a block of all payloads, in rank order. A block stays in the cache. */
+INLINE void add_block(const payloads_t *all, int64_t block, float *sums) {
+    for (int64_t rank = 0; rank < all->num_payloads; rank++) {
+        block_t part = part_of(all, rank, block);
+        for (int64_t k = part.first; k < part.last; k++)
+            sums[part.places[k]] += get(part.values, k, all->wire, all->scale);
+    }
+}
+
+/* Adds payloads to zeros, and divides the sums by their number. */
+void average(const payloads_t *all, float *out) {
+    const float divisor = (float)all->num_payloads;
+    for (int64_t block = 0; block < all->num_blocks; block++) {
+        uint64_t divided[(1 << BLOCK_SHIFT) / 64] = {0};
+        float *sums = out + (block << BLOCK_SHIFT);
+        add_block(all, block, sums);
+        for (int64_t rank = 0; rank < all->num_payloads; rank++) {
+            block_t part = part_of(all, rank, block);
+            for (int64_t k = part.first; k < part.last; k++) {
+                uint64_t bit = 1ull << (part.places[k] % 64), *word = &divided[part.places[k] / 64];
+                if (!(*word & bit)) sums[part.places[k]] /= divisor; /* once, even if several workers sent it */
+                *word |= bit;
+            }
+        }
+    }
+}
+
+/* Subtracts the average of payloads from an anchor and from weights, only where a worker sent a value. `sums` are
+   zeros, and become zeros again: as many as a block has elements. */
+void subtract(const payloads_t *all, float *sums, float *anchor, float *const *parts, const int64_t *part_ends) {
+    const float divisor = (float)all->num_payloads;
+    int64_t first = 0;
+    for (int64_t block = 0; block < all->num_blocks; block++) {
+        const int64_t start = block << BLOCK_SHIFT;
+        for (; part_ends[first] <= start; first++) {}
+        add_block(all, block, sums);
+        for (int64_t rank = 0; rank < all->num_payloads; rank++) {
+            block_t part_of_rank = part_of(all, rank, block);
+            int64_t part = first;
+            for (int64_t k = part_of_rank.first; k < part_of_rank.last; k++) {
+                const int64_t place = start + part_of_rank.places[k];
+                float *sum = &sums[part_of_rank.places[k]], mean = *sum / divisor;
+                *sum = 0.0f; /* so that another worker's value at the same place subtracts nothing more */
+                for (; part_ends[part] <= place; part++) {}
+                anchor[place] -= mean;
+                parts[part][place - (part ? part_ends[part - 1] : 0)] -= mean;
             }
         }
     }

@@ -1,4 +1,4 @@
-"""Functions of ``native.c``, compiled at set-up, for the hard threshold and for adding payloads on a CPU.
+"""Functions of ``native.c``, compiled at set-up, for the hard threshold and for received payloads on a CPU.
 
 The compiled functions are tested before they are used. Without a compiler, or with ``LIGHTNING_SPARSE_NATIVE=0``,
 tensor operations give the same bits in several passes. The functions run in one thread: a pass takes hardly longer than
@@ -12,7 +12,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from lightning_sparse.kernels.building import build
 
 SOURCE = Path(__file__).with_name("native.c")
-_NAMES = ("take_out", "average")
+_NAMES = ("take_out", "average", "subtract")
 WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
@@ -36,14 +38,55 @@ class Step(ctypes.Structure):
     """A step of the hard threshold on one bucket: ``step_t`` of ``native.c``, which describes the fields."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("before", "after", "gradient", "dense", "values", "offsets", "ends")),
+        *((name, ctypes.c_void_p) for name in ("before", "after", "gradient", "parts", "part_ends", "weights")),
+        ("weights_start", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("dense", "values", "offsets", "ends")),
         ("capacity", ctypes.c_int64),
         ("slices", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("slice_elements", "selected", "non_finite")),
         ("squares", ctypes.c_double),
+        ("largest_bits", ctypes.c_uint32),
         *((name, ctypes.c_float) for name in ("loss_scale", "divisor", "scale")),
         *((name, ctypes.c_int32) for name in ("wire", "clears")),
     )
+
+    @property
+    def largest(self) -> float:
+        """The largest |p| so far; NaN if a value is NaN."""
+        return ctypes.c_float.from_buffer_copy(ctypes.c_uint32(self.largest_bits)).value
+
+
+class Payloads(ctypes.Structure):
+    """All workers' payloads of a bucket: ``payloads_t`` of ``native.c``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ends", "values", "offsets")),
+        *((name, ctypes.c_int64) for name in ("row", "num_payloads", "capacity", "num_blocks")),
+        ("scale", ctypes.c_float),
+        ("wire", ctypes.c_int32),
+    )
+
+
+class Parts:
+    """Tensors that together hold the elements of a bucket: float32, contiguous, on the CPU.
+
+    Attributes:
+        tensors: the tensors, flat.
+        addresses: of their addresses, and of the numbers of elements up to the end of each.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [tensor.view(-1) for tensor in tensors]
+        self._ends = torch.tensor([*accumulate(tensor.numel() for tensor in tensors)])
+        self._pointers = torch.tensor([*map(pointer, tensors)])
+        self.addresses = pointer(self._pointers), pointer(self._ends)
+
+    def put(self, indices: Tensor, values: Tensor) -> None:
+        """Sets elements, at ascending indices."""
+        start, first = 0, 0
+        for tensor, last in zip(self.tensors, torch.searchsorted(indices, self._ends).tolist(), strict=True):
+            tensor[indices[first:last] - start] = values[first:last]
+            start, first = start + tensor.numel(), last
 
 
 def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
@@ -62,25 +105,41 @@ def take_out(step: Step, threshold: float, start: int, end: int, excess: float =
     _library().take_out(ctypes.byref(step), *bounds, ctypes.c_float(threshold), ctypes.c_float(excess))
 
 
-def average(
-    rows: Tensor, ends: Tensor, values: Tensor, offsets: Tensor, out: Tensor, wire_dtype: torch.dtype, scale: float
-) -> None:
-    """Adds payloads to zeros in rank order and divides by their number.
+def payloads_of(
+    rows: Tensor, ends: Tensor, values: Tensor, offsets: Tensor, wire_dtype: torch.dtype, scale: float
+) -> Payloads:
+    """Describes all workers' payloads of a bucket for ``average`` and ``subtract``.
 
     Args:
-        rows: uint8, shape (n, bytes), each contiguous: the payloads.
+        rows: uint8, shape (n, bytes), each contiguous: the payloads, which must outlive the result.
         ends: int32, shape (B,): a view of the first payload.
         values: in the wire dtype, shape (capacity,): a view of the first payload.
         offsets: int16, shape (capacity,): a view of the first payload.
-        out: float32, all zeros.
         wire_dtype: of the values.
         scale: a value is its number in that dtype times this power of two.
     """
-    parts = (ctypes.c_void_p(pointer(part)) for part in (ends, values, offsets))
-    numbers = map(ctypes.c_int64, (rows.stride(0), len(rows), values.numel()))
-    wire = WIRES[wire_dtype], ctypes.c_float(scale)
-    _library().average(*parts, *numbers, *wire, ctypes.c_void_p(pointer(out)), ctypes.c_int64(ends.numel()))
+    sizes = rows.stride(0), len(rows), values.numel(), ends.numel()
+    return Payloads(*map(pointer, (ends, values, offsets)), *sizes, scale, WIRES[wire_dtype])
+
+
+def average(payloads: Payloads, out: Tensor) -> None:
+    """Adds payloads to zeros (float32, shape (num_elements,)) in rank order and divides by their number."""
+    _library().average(ctypes.byref(payloads), ctypes.c_void_p(pointer(out)))
     torch.autograd.graph.increment_version(out)
+
+
+def subtract(payloads: Payloads, anchor: Tensor, weights: Parts, zeros: Tensor) -> None:
+    """Subtracts the average of payloads from anchor and weights, only where a payload has a value.
+
+    Args:
+        payloads: of all workers.
+        anchor: float32, contiguous, shape (num_elements,).
+        weights: hold as many elements.
+        zeros: float32, at least as many elements as a block: work space, all zeros before and after.
+    """
+    places = pointer(zeros), pointer(anchor), *weights.addresses
+    _library().subtract(ctypes.byref(payloads), *map(ctypes.c_void_p, places))
+    torch.autograd.graph.increment_version((anchor, *weights.tensors))
 
 
 def pointer(tensor: Tensor) -> int:

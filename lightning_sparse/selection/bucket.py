@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.wire import Wire
+from lightning_sparse.kernels.native import Parts
 from lightning_sparse.selection.numbers import squared_norm
 from lightning_sparse.sparsifiers import LayerLayout, Selection
 
@@ -38,6 +39,10 @@ class FlatBucket:
         loss_scale: S, one element on the same device; None is 1.
         notes: the caller's numbers for all workers, float64, on the bucket's device; sent in the header.
         average: (1/n) Σ_i out_i, once the step is finished, in the residual's dtype; the gradient's memory if it fits.
+        weights: w, only of drifts that compiled functions form from the weights: p = x − w, with x in
+            ``residual.before``, and e' = x − w. The gradient is then only memory for the average, and the first of the
+            notes receives max |p|.
+        has_moved: whether the average has already moved x and w, without a tensor for the average.
     """
 
     index: int
@@ -49,6 +54,11 @@ class FlatBucket:
     loss_scale: Tensor | None = None
     notes: Tensor | None = None
     average: Tensor = None  # type: ignore[assignment]  # the engine sets it
+    weights: Parts | None = None
+    has_moved: bool = False
+
+    def form(self) -> None:
+        """Form gradient and residual of a bucket with ``weights``, and set its weights to None."""
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """Returns a new tensor with p, and 0 for left-out layers: shape (layout.num_elements,)."""

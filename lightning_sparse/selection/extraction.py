@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange import Shipment, slice_bounds, slice_elements
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
+from lightning_sparse.exchange.routes.adding import subtract
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, Residual, compensate, keep_rest, sent_and_kept
@@ -70,14 +71,19 @@ class Extraction:
         """
         wire = shipment.format.wire
         may_be_fast = self._is_threshold and not wire.is_whole
-        if may_be_fast and self._keeps_rest and is_available(bucket.gradient.device):
+        has_kernels = may_be_fast and self._keeps_rest and is_available(bucket.gradient.device)
+        is_fast = may_be_fast and not has_kernels and is_native(*bucket.residual, wire_dtype=wire.dtype)
+        if bucket.weights is not None and not is_fast:
+            bucket.form()
+        if has_kernels:
             return self._fill_fused(bucket, shipment, measures_gradient)
         squared_gradient_norm: float | Tensor = 0.0
         if measures_gradient:
-            squared_gradient_norm = squared_norm(bucket.gradient)
+            gradient = bucket.gradient if bucket.weights is None else bucket.whole(bucket.gradient.dtype)
+            squared_gradient_norm = squared_norm(gradient)
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
-        if may_be_fast and is_native(*bucket.residual, wire_dtype=wire.dtype):
+        if is_fast:
             numbers = self._fill_natively(bucket, shipment)
         elif self._is_marking and (shipment.payload is None or bucket.gradient.device.type != "cpu"):
             numbers = self._fill_marked(bucket, shipment)
@@ -99,18 +105,25 @@ class Extraction:
         return header
 
     def _fill_natively(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
-        """Fills in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient."""
-        (before, after), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
-        if gradient.dtype != shipment.out.dtype:  # the average then has separate memory
-            gradient = shipment.out.copy_(gradient)
-        step = Step(wire=WIRES[wire.dtype], scale=wire.scale, divisor=shipment.divisor)
-        step.before, step.after, step.gradient = pointer(before), pointer(after), pointer(gradient)
+        """Fills in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient.
+
+        Drifts take 8 bytes per element, and 16 with a masked drift. Their weights then are x − e'.
+        """
+        (before, after), gradient, weights = bucket.residual, bucket.gradient, bucket.weights
+        wire = shipment.format.wire
+        step = Step(wire=WIRES[wire.dtype], scale=wire.scale, divisor=shipment.divisor, before=pointer(before))
         step.loss_scale = 1.0 if bucket.loss_scale is None else float(bucket.loss_scale)
+        if weights is not None:
+            step.parts, step.part_ends = weights.addresses
+        else:
+            if gradient.dtype != shipment.out.dtype:  # the average then has separate memory
+                gradient = shipment.out.copy_(gradient)
+            step.after, step.gradient = pointer(after), pointer(gradient)
         slices = torch.zeros(self._num_slices, dtype=torch.int64)
         if shipment.payload is None:
             step.dense = pointer(shipment.out)
         else:
-            step.clears = shipment.is_cleared = shipment.out is gradient
+            step.clears = shipment.is_cleared = weights is None and shipment.out is gradient
             _, ends, values, offsets = shipment.format.parts(shipment.payload)
             step.ends, step.values, step.offsets = pointer(ends), pointer(values), pointer(offsets)
             step.capacity = values.numel()
@@ -123,7 +136,11 @@ class Extraction:
             take_out(step, *run)
             counts.append(step.selected)
             errors.append(step.squares)
-        torch.autograd.graph.increment_version((after, shipment.out))
+        torch.autograd.graph.increment_version((shipment.out, *((after,) if weights is None else weights.tensors)))
+        if weights is not None:
+            assert bucket.notes is not None
+            bucket.notes[0] = step.largest
+            shipment.take_payloads = partial(_move, bucket, shipment)
         if shipment.payload is not None:
             shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         if not self._keeps_rest:
@@ -184,8 +201,10 @@ class Extraction:
         return marks
 
     def _take_rest_from_residual(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
-        """Takes the values beyond a payload's capacity out of the residual. Waits for a GPU."""
-        residual = bucket.residual.after
+        """Takes the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
+        anchor, residual = bucket.residual
+        if bucket.weights is not None:
+            residual = bucket.whole(residual.dtype)
         first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
         # Coordinates ascend. Before the last in the payload, values of at least λ are remainders of rounding.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
@@ -196,7 +215,10 @@ class Extraction:
                 part = residual[position:end]
                 indices = (part.abs() < threshold).logical_not_().nonzero().squeeze(1)
                 selections.append(Selection(indices + position, exceed(part[indices], excess)))
-        return keep_rest(residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire)
+        rest = keep_rest(residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire)
+        if bucket.weights is not None:
+            bucket.weights.put(rest.indices, (anchor - residual)[rest.indices])
+        return rest
 
     def _numbers(
         self,
@@ -240,6 +262,13 @@ class Extraction:
             return runs
         # An infinite threshold for unused layers, whose residuals are finite, selects nothing.
         return [run._replace(threshold=inf) if (run.start, run.end) in unused else run for run in runs]
+
+
+def _move(bucket: FlatBucket, shipment: Shipment, rows: Tensor) -> None:
+    """Move anchor and weights of a bucket by the average of all workers' payloads."""
+    assert bucket.weights is not None
+    subtract(shipment.format, rows, bucket.residual.before, bucket.weights, shipment.buffers)
+    bucket.has_moved = True
 
 
 def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment: Shipment) -> None:

@@ -51,6 +51,8 @@ class Simulation:
         outer: learning rate and momentum of Nesterov's method on the anchor; None subtracts the average.
         is_late: whether an average is applied a step after the exchange.
         wire: what values are rounded to that are sent; None leaves them as they are.
+        moves_in_place: whether an average moves weights that lack sent values, instead of the anchor replacing them.
+            Equal up to rounding.
         sent: the number of coordinates that all workers sent, of every exchange.
     """
 
@@ -63,6 +65,7 @@ class Simulation:
     outer: tuple[float, float] | None = None
     is_late: bool = False
     wire: torch.dtype | None = None
+    moves_in_place: bool = False
     sent: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,6 +97,9 @@ class Simulation:
         masks = [self.select(drift) for drift in drifts]
         sent = [torch.where(mask, self._rounded(drift), 0) for mask, drift in zip(masks, drifts, strict=True)]
         self.kept = [drift - part for drift, part in zip(drifts, sent, strict=True)]
+        if self.moves_in_place:
+            for model, mask, start, kept in zip(self.models, masks, starts, self.kept, strict=True):
+                write(model, torch.where(mask, self.anchor - kept, start))
         self.sent.append(sum(int(mask.sum()) for mask in masks))
         self.in_flight = sum(sent[1:], sent[0]) / len(sent), starts, self.kept
 
@@ -109,6 +115,9 @@ class Simulation:
             self.momentum = momentum * self.momentum + average
             self.anchor = self.anchor - rate * (average + momentum * self.momentum)
         for model, start, rest in zip(self.models, starts, kept, strict=True):
+            if self.moves_in_place:
+                write(model, flat(model) - average)
+                continue
             target = self.anchor - rest if self.keep_drift else self.anchor
             write(model, target + (flat(model) - start) if self.is_late else target)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sparse import HardThreshold, SparseModelAverager, TopK, register_comm_hook
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK, register_comm_hook
 from lightning_sparse.exchange import buffers
 from tests.workers import run_workers
 
@@ -29,7 +29,9 @@ ROWS = {
     '`error_feedback="none"`': (HardThreshold(threshold=5.0), {"error_feedback": "none"}),
     "`TopK`": (TopK(0.01), {}),
     "local training (`SparseModelAverager`)": (None, {}),
+    "local training on GPUs, or with `keep_drift=False`": (None, {"keep_drift": False}),
 }
+ON_A_CPU = ("`TopK`", '`error_feedback="none"`', "local training (`SparseModelAverager`)")
 
 
 WIDTH, LAYERS = 512, 16
@@ -105,7 +107,7 @@ def measure(sparsifier, device, options):
         count.begin()
         with count:
             model = module
-            averager = SparseModelAverager(module, HardThreshold(threshold=0.003), **options)
+            averager = SparseModelAverager(module, HardThreshold(threshold=0.003), DriftOptions(**options))
     else:
         model = DistributedDataParallel(module, bucket_cap_mb=4, gradient_as_bucket_view=True)
         state = register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
@@ -138,7 +140,7 @@ def test_bytes_per_parameter(name):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("`TopK`", '`error_feedback="none"`')])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ON_A_CPU])
 def test_bytes_per_parameter_on_a_gpu(name):
     check(name, "cuda", within=1.0)  # work space of the kernels, and the allocator's blocks
 

@@ -138,6 +138,62 @@ def test_native_functions_add_payloads_to_the_same_bits(wire, capacity, monkeypa
     assert by_function.count_nonzero()
 
 
+PARTS = st.lists(st.sampled_from([1, 3, 64, 65, 4096, 65_600]), min_size=1, max_size=5)
+
+
+@settings(max_examples=100)
+@given(sizes=PARTS, data=st.data())
+def test_native_functions_take_values_out_of_weights(sizes, data):
+    """Compares with tensor operations on the drift. Weights change only where they are sent."""
+    layout = LayerLayout(tuple(f"l{place}" for place in range(len(sizes))), tuple(sizes))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    anchor, weights = (torch.randn(layout.num_elements, generator=generator) * 0.2 for _ in range(2))
+    for place in range(data.draw(st.integers(0, 12))):
+        weights[place * 97 % layout.num_elements] = data.draw(VALUES)
+    wire, capacity = data.draw(st.sampled_from(WIRES)), data.draw(st.sampled_from([None, 0, 4, 400, 80_000]))
+    thresholds, per_layer = data.draw(st.sampled_from([None, {"l1": 0.1}, {"l0": 0.0}])), data.draw(st.booleans())
+    sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds)
+    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=True)
+
+    def filled(bucket):
+        shipment = Shipment(wire, capacity, torch.full_like(anchor, NAN))
+        header = filling.fill(bucket, shipment, measures_gradient=True)
+        return shipment.sent(int(header[0])), header
+
+    drift, kept = anchor - weights, torch.empty_like(anchor)
+    plain = FlatBucket(0, layout, drift.clone(), Residual(torch.zeros_like(drift), kept), is_last=True)
+    expected, header_of_plain = filled(plain)
+    parts = [part.clone() for part in weights.split(sizes)]
+    in_place = FlatBucket(0, layout, torch.empty_like(anchor), Residual(anchor.clone(), anchor), is_last=True)
+    in_place.weights, in_place.notes, in_place.whole = native.Parts(parts), torch.zeros(1), lambda _: drift.clone()
+    sent, header = filled(in_place)
+    weights = torch.where(sparsifier.mark(drift, layout), anchor - kept, weights)
+    same((sent, torch.cat(parts)), (expected, weights))
+    exact = [0, 2] if capacity is not None and header[0] > capacity else [0, 1, 2]
+    same((header[exact],), (header_of_plain[exact],))
+    torch.testing.assert_close(header[3:], header_of_plain[3:], rtol=1e-4, atol=1e-70, equal_nan=True)
+    torch.testing.assert_close(in_place.notes[0], drift.abs().max(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_native_functions_move_weights_by_an_average(wire):
+    sizes, generator = (70_000, 1, 65, 100_000), torch.Generator().manual_seed(0)
+    payload_format, weights = PayloadFormat(sum(sizes), wire), torch.randn(sum(sizes), generator=generator)
+    rows = torch.zeros(3, payload_format.payload_bytes(3000), dtype=torch.uint8)
+    for row in rows:
+        indices = torch.randperm(sum(sizes), generator=generator)[:2900].sort().values
+        indices[-100:] = torch.arange(sum(sizes) - 100, sum(sizes))  # sent by all workers
+        indices = indices.unique()
+        payload_format.fill(row, Selection(indices, wire.rounded(torch.randn(indices.numel(), generator=generator))))
+    average, anchor, parts = torch.zeros(sum(sizes)), weights + 1, [part.clone() for part in weights.split(sizes)]
+    adding.average(payload_format, rows, average, Buffers())
+    versions = [part._version for part in parts]
+    adding.subtract(payload_format, rows, anchor, native.Parts(parts), Buffers())
+    same((anchor, torch.cat(parts)), (weights + 1 - average, weights - average))
+    assert all(part._version > version for part, version in zip(parts, versions, strict=True))
+    assert average.count_nonzero() > 8000
+
+
 def test_other_dtypes_use_tensor_operations():
     some = torch.zeros(4)
     assert native.is_native(some, wire_dtype=torch.float32)

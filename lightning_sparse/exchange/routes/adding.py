@@ -16,7 +16,7 @@ from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.kernels import is_available, launch, native
 from lightning_sparse.kernels.decode import add_payloads
-from lightning_sparse.kernels.native import is_native
+from lightning_sparse.kernels.native import Parts, is_native
 from lightning_sparse.sparsifiers import Selection
 
 TILE = 1024
@@ -40,11 +40,24 @@ def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: B
         decode(payload_format, rows, out, buffers.take("quotients", places, out.dtype, out.device), 1)
         return
     if is_native(out, wire_dtype=payload_format.wire.dtype):
-        _, ends, values, offsets = payload_format.parts(rows[0])
-        native.average(rows, ends, values, offsets, out, payload_format.wire.dtype, payload_format.wire.scale)
+        native.average(_native(payload_format, rows), out)
         return
     add(payload_format, rows, out)
     out.div_(num_workers)
+
+
+def subtract(payload_format: PayloadFormat, rows: Tensor, anchor: Tensor, weights: Parts, buffers: Buffers) -> None:
+    """Subtract the average of payloads from an anchor and weights, only where a worker sent a value.
+
+    Needs ``is_native``. The anchor gets the same bits as by ``average``.
+    """
+    zeros = buffers.take("zeros", BLOCK_ELEMENTS, anchor.dtype, anchor.device).zero_()
+    native.subtract(_native(payload_format, rows), anchor, weights, zeros)
+
+
+def _native(payload_format: PayloadFormat, rows: Tensor) -> native.Payloads:
+    _, ends, values, offsets = payload_format.parts(rows[0])
+    return native.payloads_of(rows, ends, values, offsets, payload_format.wire.dtype, payload_format.wire.scale)
 
 
 def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:

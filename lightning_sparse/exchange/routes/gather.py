@@ -101,7 +101,7 @@ class GatherShipment(Shipment):
         """Hand the payload to the coalescer."""
         self.coalescer.add(self)
         self.sent_bytes += self.payload.nbytes
-        if not self.is_cleared:
+        if not self.is_cleared and self.take_payloads is None:
             self.out.zero_()  # overlaps with the gather
 
     def prepare(self) -> Tensor | None:
@@ -127,8 +127,8 @@ class GatherShipment(Shipment):
         if largest_rest <= 0:
             return
         self._wait_for_payloads()
-        if self._is_averaged:
-            self._is_averaged = False
+        if self._is_averaged or self.take_payloads is not None:
+            self._is_averaged, self.take_payloads = False, None
             self.out.zero_()
         count = counts[self.workers.rank]
         nothing = Selection(self.out.new_empty(0, dtype=torch.int64), self.out.new_empty(0))
@@ -155,6 +155,9 @@ class GatherShipment(Shipment):
         if self._is_averaged:
             return
         rows = self._wait_for_payloads()
+        if self.take_payloads is not None:
+            self.take_payloads(rows)
+            return
         if not self.is_dense and self._rests is None:
             average(self.format, rows, self.out, self.buffers)
             return

@@ -38,6 +38,8 @@ class Shipment:
 
     Attributes:
         payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
+        take_payloads: takes all workers' payloads, shape (n, bytes), instead of ``out``; the caller may set it. A route
+            without such payloads writes ``out``.
         rest: returns the selected coordinates that exceed the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
         sent_bytes: bytes that this worker passed to collectives.
@@ -57,6 +59,7 @@ class Shipment:
     workers: Workers
     buffers: Buffers
     payload: Tensor | None = field(default=None, init=False)
+    take_payloads: Callable[[Tensor], None] | None = field(default=None, init=False)
     rest: Callable[[], Selection] = field(init=False)
     work: Pending = field(default_factory=lambda: Pending([]), init=False)
     sent_bytes: int = field(default=0, init=False)
