@@ -67,6 +67,11 @@ class DriftOptions(TransportOptions):
         """See ``TransportOptions``."""
         return "for drifts, where it would move a worker's own weights back"
 
+    @property
+    def why_no_sparse_sums(self) -> str | None:
+        """See ``TransportOptions``."""
+        return "for drifts, where the sums of all workers would stay in a worker's own weights"
+
     def settings(self) -> dict[str, object]:
         """Return plain values of the options that must be equal on all workers."""
         return vars(self) | {"outer_optimizer": _described(self.outer_optimizer)}

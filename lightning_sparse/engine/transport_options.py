@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, require_wire
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 
 
 def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
@@ -26,8 +26,10 @@ class TransportOptions:
             that rounds. ``"int8"`` needs a sparsifier that rounds.
         exchange: route of the selected values. ``"gather"``: all-gather of every worker's values.
             ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
-            all. ``"dense"``: all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between
-            nodes. ``"auto"``: the fastest of the first three for each bucket, predicted from earlier exchanges.
+            all. ``"sparse_sums"``: the same, but averages below λ / √n stay in the residual of the worker that computed
+            them, so bytes do not grow with the number of workers; for gradients and a hard threshold. ``"dense"``:
+            all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes. ``"auto"``:
+            gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
         link_gbit_s: rate of a worker's link between nodes, above 0, in Gbit/s and one direction, for
             ``exchange="auto"``. If ranks of a node share a link, divide its rate by their number. None assumes
             10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100 Gbit/s between nodes. Over Gloo, small payloads
@@ -46,12 +48,23 @@ class TransportOptions:
         """The reason why sent values must not exceed the residual, None if they may."""
         return None
 
+    @property
+    def why_no_sparse_sums(self) -> str | None:
+        """The reason why small sums must not stay with a worker, None if they may."""
+        return None if self.keeps_rest else "with error_feedback='none', which would lose small sums"
+
     def require(self, sparsifier: Sparsifier) -> None:
         """Raise ValueError if these options do not support the sparsifier's values."""
         require_wire(sparsifier, self.value_dtype)
         overshoot = getattr(sparsifier, "overshoot", 0.0)
         if overshoot and self.why_no_overshoot is not None:
             raise ValueError(f"Got {overshoot=} {self.why_no_overshoot}. Use overshoot=0.")
+        if self.exchange == "sparse_sums":
+            reason = self.why_no_sparse_sums
+            if reason is None and not isinstance(sparsifier, HardThreshold):
+                reason = f"with {type(sparsifier).__name__}, which has no threshold for sums; it needs a HardThreshold"
+            if reason is not None:
+                raise ValueError(f"Got exchange='sparse_sums' {reason}. Use exchange='auto'.")
 
     @property
     def keeps_rest(self) -> bool:

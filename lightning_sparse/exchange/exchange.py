@@ -12,7 +12,7 @@ headers follows.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTE
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Pending, Workers, let_senders_finish
 
-ExchangeMode = Literal["auto", "gather", "reduce_scatter", "dense", "hierarchical"]
-EXCHANGE_MODES: tuple[ExchangeMode, ...] = ("auto", "gather", "reduce_scatter", "dense", "hierarchical")
+ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense", "hierarchical"]
+EXCHANGE_MODES: tuple[ExchangeMode, ...] = get_args(ExchangeMode)
 FIRST_CAPACITY = 1024
 """The capacity in the first step of a route that the user chose, before any count."""
 UNEVEN_SLICES = 2
@@ -70,7 +70,8 @@ class Exchange:
         self.workers = workers or Workers(group, dist.get_rank(group), dist.get_world_size(group))
         # The assumed rate of a link depends on it.
         self._is_one_node = mode == "auto" and link_gbit_s is None and workers is None and is_one_node(self.workers)
-        self.counts_slices = mode == "reduce_scatter" or (mode == "auto" and self.workers.num_workers > 2)
+        has_slices = mode == "auto" and self.workers.num_workers > 2
+        self.counts_slices = has_slices or mode in ("reduce_scatter", "sparse_sums")
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         if workers is None and self.workers.is_over_gloo:
             let_senders_finish()
@@ -157,6 +158,7 @@ class Exchange:
             costs=may_go_dense,
             slice_capacity=slices.capacity(elements),
             union_capacity=None if union is None else union.capacity(elements),
+            thresholds_sums=self.mode == "sparse_sums",
         )
 
     def start(self, shipment: Shipment, header: Tensor) -> None:
@@ -206,6 +208,8 @@ class Exchange:
     def _route(self, key: tuple[int, int], costs: Costs, *, on_gpu: bool) -> Route:
         if self.mode in ("gather", "reduce_scatter", "dense"):
             return self.mode
+        if self.mode == "sparse_sums":
+            return "reduce_scatter"
         selected, slices = self._forecasts["selected"].get(key), self._forecasts["slices"].get(key)
         if selected is None:
             return "dense"

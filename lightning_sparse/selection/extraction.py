@@ -6,6 +6,7 @@ returns indices.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -15,11 +16,13 @@ from torch import Tensor
 from lightning_sparse.exchange import Shipment, slice_bounds, slice_elements
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.routes.adding import subtract
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, Residual, compensate, keep_rest, sent_and_kept
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, layer_fields, squared_norm
+from lightning_sparse.selection.own_sums import OwnSums
 from lightning_sparse.sparsifiers import (
     HardThreshold,
     LayerLayout,
@@ -70,6 +73,11 @@ class Extraction:
             float64, shape (``header_fields``,), on the bucket's device.
         """
         wire = shipment.format.wire
+        sums = None
+        if isinstance(shipment, ReduceScatterShipment) and shipment.thresholds_sums:
+            sums = OwnSums(bucket, shipment, self._runs(bucket))
+            shipment.keep_sums, shipment.put_back = sums.keep, sums.put_back
+            bucket = replace(bucket, left_out=[*bucket.left_out, shipment.own_slice])
         may_be_fast = self._is_threshold and not wire.is_whole
         has_kernels = may_be_fast and self._keeps_rest and is_available(bucket.gradient.device)
         is_fast = may_be_fast and not has_kernels and is_native(*bucket.residual, wire_dtype=wire.dtype)
@@ -89,11 +97,13 @@ class Extraction:
             numbers = self._fill_marked(bucket, shipment)
         else:
             numbers = self._fill_selected(bucket, shipment)
+        if sums is not None and not is_fast:
+            sums.put_back(shipment.rest())
         numbers.squared_gradient_norm = squared_gradient_norm
         return numbers.header(bucket.gradient.device)
 
     def _fill_fused(self, bucket: FlatBucket, shipment: Shipment, measures_gradient: bool) -> Tensor:
-        after, runs = bucket.residual.after, self._runs(bucket)
+        after, runs = bucket.residual.after, self._pieces(bucket)
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         if shipment.payload is not None:
             shipment.is_cleared = shipment.out is bucket.gradient
@@ -133,7 +143,8 @@ class Extraction:
         counts, errors = [0], []
         for run in self._runs(bucket, by_layer=self._per_layer):
             step.squares = 0.0
-            take_out(step, *run)
+            for piece in used(run, bucket.left_out):
+                take_out(step, *piece)
             counts.append(step.selected)
             errors.append(step.squares)
         torch.autograd.graph.increment_version((shipment.out, *((after,) if weights is None else weights.tensors)))
@@ -209,7 +220,7 @@ class Extraction:
         # Coordinates ascend. Before the last in the payload, values of at least λ are remainders of rounding.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
         selections = [Selection(first.indices[:0], residual[:0])]
-        for threshold, start, end, excess in self._runs(bucket):
+        for threshold, start, end, excess in self._pieces(bucket):
             if end > begin:  # a range, because the whole bucket takes many times as long
                 position = max(start, begin)
                 part = residual[position:end]
@@ -254,14 +265,31 @@ class Extraction:
             self._known_boundaries[key] = Boundaries(layers, slices, bucket.gradient.device)
         return self._known_boundaries[key]
 
+    def _pieces(self, bucket: FlatBucket) -> list[ThresholdRun]:
+        return [piece for run in self._runs(bucket) for piece in used(run, bucket.left_out)]
+
     def _runs(self, bucket: FlatBucket, *, by_layer: bool = False) -> Sequence[ThresholdRun]:
         assert isinstance(self._sparsifier, HardThreshold)
-        unused = set(bucket.left_out)
-        runs = self._sparsifier.runs(bucket.layout, bucket.residual.after.dtype, by_layer=by_layer or bool(unused))
-        if not unused:
-            return runs
-        # An infinite threshold for unused layers, whose residuals are finite, selects nothing.
-        return [run._replace(threshold=inf) if (run.start, run.end) in unused else run for run in runs]
+        return self._sparsifier.runs(bucket.layout, bucket.residual.after.dtype, by_layer=by_layer)
+
+
+def used(run: ThresholdRun, left_out: Sequence[tuple[int, int]]) -> list[ThresholdRun]:
+    """Returns the pieces of a run, with an infinite threshold where values are left out.
+
+    It selects nothing, because the residuals of unused layers are finite.
+    """
+    pieces = [run]
+    for start, end in left_out:
+        parts = []
+        for piece in pieces:
+            first, last = max(start, piece.start), min(end, piece.end)
+            if first >= last:
+                parts.append(piece)
+                continue
+            cut = [piece._replace(end=first), ThresholdRun(inf, first, last), piece._replace(start=last)]
+            parts += [part for part in cut if part.start < part.end]
+        pieces = parts
+    return pieces
 
 
 def _move(bucket: FlatBucket, shipment: Shipment, rows: Tensor) -> None:

@@ -108,6 +108,7 @@ OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
     "dense": {"strategy": {"exchange": "dense"}},
     "reduce scatter": {"strategy": {"exchange": "reduce_scatter"}},
+    "sparse sums": {"strategy": {"exchange": "sparse_sums"}},
     "one bucket": {"strategy": {"bucket_cap_mb": 25}},
     "top k": {"sparsifier": TopK(0.05)},
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},

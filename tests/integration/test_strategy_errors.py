@@ -55,7 +55,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         for name, word, allowed in (
             ("error_feedback", "sideways", "'gradient', 'learning_rate', 'none'"),
             ("value_dtype", "", "'float32', 'bfloat16', 'float16', 'float8', 'int8'"),
-            ("exchange", None, "'auto', 'gather', 'reduce_scatter', 'dense', 'hierarchical'"),
+            ("exchange", None, "'auto', 'gather', 'reduce_scatter', 'sparse_sums', 'dense', 'hierarchical'"),
         )
     ),
     *(

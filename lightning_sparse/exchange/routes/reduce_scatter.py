@@ -1,5 +1,6 @@
 """The route for many workers: each worker averages a slice of the bucket, then all gather the slices."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -44,9 +45,18 @@ class ReduceScatterShipment(GatherShipment):
     Sums are in rank order, so the result has the bits of the gather route. If a slice of a worker or a summed slice
     exceeds its capacity, all workers see it in the headers and sizes, and gather the bucket instead.
 
+    With ``thresholds_sums``, the caller leaves this worker's own slice out of the payload and sets ``keep_sums``, which
+    adds it to the averages and keeps small ones. Values beyond a capacity return to the residual by ``put_back``.
+
     Args:
         slice_capacity: capacity for one worker's coordinates in one slice, the same on all workers.
         union_capacity: capacity for all workers' coordinates in one slice, the same on all; None sends slices densely.
+        thresholds_sums: whether small sums stay with the worker of their slice.
+
+    Attributes:
+        keep_sums: takes the averages of the slice without this worker's values, shape (slice elements,), and the most
+            coordinates that may be sent; leaves the averages to send, and returns the number of large ones.
+        put_back: adds values at unique indices to the residual.
     """
 
     has_sizes = True
@@ -54,6 +64,9 @@ class ReduceScatterShipment(GatherShipment):
 
     slice_capacity: int
     union_capacity: int | None
+    thresholds_sums: bool = False
+    keep_sums: Callable[[Tensor, int], Tensor] = field(init=False)
+    put_back: Callable[[Selection], None] = field(init=False)
     _received: Tensor = field(init=False)
     _averages: Tensor = field(init=False)
 
@@ -65,6 +78,12 @@ class ReduceScatterShipment(GatherShipment):
         self._room = self._slice_elements if self.union_capacity is None else self.union_capacity
         sparse_bytes = self._average_format.payload_bytes(self._room)
         self._is_sparse = sparse_bytes < self._slice_elements * self.out.itemsize
+
+    @property
+    def own_slice(self) -> tuple[int, int]:
+        """The first element of this worker's slice, and the element after the last."""
+        start = min(self.workers.rank * self._slice_elements, self.format.num_elements)
+        return start, min(start + self._slice_elements, self.format.num_elements)
 
     def start(self) -> None:
         """Issue the all-to-all of the slices' coordinates."""
@@ -83,11 +102,11 @@ class ReduceScatterShipment(GatherShipment):
         self.work.wait()
         mean = self.take("slice", self._slice_elements, self.out.dtype).zero_()
         average(self._parcel_format, self._received, mean, self.buffers)
+        union = self.keep_sums(mean, self._room) if self.thresholds_sums else mean.count_nonzero()
+        part = mean
         if self._is_sparse:
             part = self.take("average", self._average_format.payload_bytes(self._room), torch.uint8)
-            union = pack_nonzero(self._average_format, mean, part)
-        else:
-            part, union = mean, mean.count_nonzero()
+            pack_nonzero(self._average_format, mean, part)
         self._averages = self.take("averages", self.workers.num_workers * part.numel(), part.dtype)
         self.work = self.workers.all_gather(self._averages, part)
         self.sent_bytes += part.nbytes
@@ -104,6 +123,8 @@ class ReduceScatterShipment(GatherShipment):
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Restart as a gather of payloads if a capacity was exceeded."""
+        if self.thresholds_sums:  # the residuals hold what the capacities did not
+            return
         is_exceeded = (header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)
         if is_exceeded.any() or (self._is_sparse and max(sizes) > self._room):
             self._is_averaged = False
@@ -123,3 +144,10 @@ class ReduceScatterShipment(GatherShipment):
         beyond = self._parcel_format.num_blocks * BLOCK_ELEMENTS
         local = torch.where(is_used, indices[places] - bounds[:-1, None], beyond)
         self._parcel_format.fill(parcels, Selection(local, values[places]))
+        if self.thresholds_sums:
+            owners = indices.div(self._slice_elements, rounding_mode="floor").clamp_(max=self.workers.num_workers - 1)
+            rank_in_slice = torch.arange(indices.numel(), device=indices.device) - starts[owners]
+            last = max(self.format.num_elements - 1, 0)
+            self.put_back(
+                Selection(indices.clamp(max=last), torch.where(rank_in_slice < self.slice_capacity, 0, values))
+            )

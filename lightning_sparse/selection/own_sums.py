@@ -1,0 +1,73 @@
+"""The threshold on sums: each worker sums one slice of a bucket, and keeps small sums in its own residual.
+
+The residual of the worker of a slice takes part in the sum and is not selected before, because it needs no message::
+
+    S = ((1/n) Σ_{i ≠ j} out_i) + p_j / n      of worker j, in its slice
+    a = S where |S| >= λ / √n                  goes to all workers, as the average
+    e_j = n (S − a)
+
+So nothing is lost: Σ_i e_i + n a equals Σ_i p_i in every step. The mean of all workers' unsent values is below
+λ (1 + 1 / √n), and a worker receives as many bytes from 1,000 workers as from 10.
+
+The mean of n independent residuals below λ is of the size λ / √n. A smaller threshold would send that noise, and a
+larger one would delay the signal (docs/results-appendix.md).
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment
+from lightning_sparse.selection.bucket import FlatBucket
+from lightning_sparse.sparsifiers import Selection, ThresholdRun
+
+
+class OwnSums:
+    """Keeps small sums of one bucket in the residual.
+
+    Args:
+        bucket: its residual holds p and receives e'.
+        shipment: the exchange of the bucket.
+        runs: neighbouring runs that together cover the bucket.
+    """
+
+    def __init__(self, bucket: FlatBucket, shipment: ReduceScatterShipment, runs: Sequence[ThresholdRun]) -> None:
+        self._bucket, self._runs = bucket, runs
+        self._start, self._end = shipment.own_slice
+        self._num_workers = shipment.workers.num_workers
+
+    def keep(self, averages: Tensor, most: int) -> Tensor:
+        """Adds this worker's values to the averages of its slice, and keeps all but the first ``most`` large ones.
+
+        Args:
+            averages: (1/n) Σ_{i ≠ j} out_i, padded with zeros. Becomes a.
+            most: the most coordinates to send.
+
+        Returns:
+            The number of averages of at least λ / √n, one element, without a wait for the device.
+        """
+        start, end, n = self._start, self._end, self._num_workers
+        after, averages = self._bucket.residual.after[start:end], averages[: end - start]
+        own = after.clone()
+        after.zero_()
+        for left_start, left_end in self._bucket.left_out:
+            part = slice(max(left_start - start, 0), max(left_end - start, 0))
+            after[part], own[part] = own[part], 0
+        sums = averages + own / n
+        is_small = torch.empty_like(sums, dtype=torch.bool)
+        for threshold, run_start, run_end, _ in self._runs:
+            part = slice(max(run_start - start, 0), max(run_end - start, 0))
+            torch.lt(sums[part].abs(), threshold / sqrt(n), out=is_small[part])
+        is_large = is_small.logical_not_()
+        num_large = is_large.count_nonzero()
+        is_sent = is_large & (is_large.cumsum(0) <= most)
+        averages.copy_(torch.where(is_sent, sums, 0))
+        after.add_(sums.masked_fill_(is_sent, 0).nan_to_num_(0.0, 0.0, 0.0), alpha=n)
+        return num_large
+
+    def put_back(self, selection: Selection) -> None:
+        """Adds values to the residual at unique indices. A value that is not finite leaves a residual of 0."""
+        after = self._bucket.residual.after
+        after.index_add_(0, selection.indices, selection.values.nan_to_num(0.0, 0.0, 0.0))

@@ -1,0 +1,172 @@
+"""Laws of ``exchange="sparse_sums"``: small sums stay in the residual of the worker of their slice."""
+
+import os
+from dataclasses import dataclass
+from math import inf, nan, sqrt
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse.exchange.routes import cost_model
+from lightning_sparse.gradients.options import ExchangeOptions
+from tests.workers import of_all_workers, on_workers, run_workers
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random training; ``scales`` are factors on the gradients of each step."""
+
+    num_workers: int = 3
+    sizes: tuple[int, ...] = (40, 7)
+    threshold: float = 1.0
+    scales: tuple[float, ...] = (1.0, 0.3, 1.0, 0.0, 5.0, 1.0)
+    dtype: torch.dtype = torch.float64
+    overshoot: float = 0.0
+    value_dtype: str = "float32"
+    per_layer: bool = False
+
+
+@st.composite
+def cases(draw):
+    return Case(
+        num_workers=draw(st.integers(1, 4)),
+        sizes=tuple(draw(st.lists(st.sampled_from([1, 2, 7, 200, 5000]), min_size=1, max_size=4))),
+        threshold=draw(st.sampled_from([0.0, 0.3, 1.0, 2.5])),
+        scales=tuple(draw(st.lists(st.sampled_from([0.0, 0.3, 1.0, 20.0]), min_size=1, max_size=8))),
+        dtype=draw(st.sampled_from([torch.float32, torch.float64])),
+        overshoot=draw(st.sampled_from([0.0, 0.0, 0.6])),
+        value_dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
+        per_layer=draw(st.booleans()),
+    )
+
+
+def gradient(case, rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [case.scales[step] * torch.randn(size, generator=generator, dtype=torch.float64) for size in case.sizes]
+
+
+class Weights(nn.Module):
+    """A loss whose gradient is its argument."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(size, dtype=case.dtype) for size in case.sizes])
+
+    def forward(self, moves):
+        return sum((weight * move.to(weight.dtype)).sum() for weight, move in zip(self.weights, moves, strict=True))
+
+
+def run_case(case):
+    """Returns the average, the residual and the statistics of every step on this worker."""
+    rank = dist.get_rank()
+    module = Weights(case)
+    model = DistributedDataParallel(module)
+    sparsifier = HardThreshold(threshold=case.threshold, overshoot=case.overshoot)
+    options = {"exchange": "sparse_sums", "value_dtype": case.value_dtype, "per_layer_stats": case.per_layer}
+    state = register_comm_hook(model, sparsifier, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    history = []
+    for step in range(len(case.scales)):
+        optimizer.zero_grad()
+        model(gradient(case, rank, step)).backward()
+        average = torch.cat([weight.grad.flatten() for weight in module.weights])
+        optimizer.step()
+        residuals = state.residuals.layers()
+        residual = torch.cat([residuals[name] for name in sorted(residuals)])
+        history.append((average.double(), residual.double(), state.last_step))
+    return history
+
+
+@settings(max_examples=int(os.environ.get("LIGHTNING_SPARSE_EXAMPLES", "25")))
+@given(cases())
+@example(Case(num_workers=4, sizes=(5000,), threshold=0.0, scales=(0.3, 20.0, 1.0, 20.0)))
+@example(Case(num_workers=4, sizes=(5000, 200), threshold=0.3, scales=(0.3, 0.3, 20.0), dtype=torch.float32))
+def test_nothing_is_lost_and_small_sums_wait(case):
+    results = run_workers(run_case, case.num_workers, case)
+    n, tolerance = case.num_workers, 1e-9 if case.dtype == torch.float64 else 1e-3
+    before = torch.zeros(sum(case.sizes), dtype=torch.float64)
+    for step, states in enumerate(zip(*results, strict=True)):
+        averages, residuals, statistics = zip(*states, strict=True)
+        assert all(torch.equal(average, averages[0]) for average in averages)
+        assert len(set(map(repr, statistics))) == 1
+        moved = sum(torch.cat(gradient(case, rank, step)) for rank in range(n))
+        after = sum(residuals)
+        torch.testing.assert_close(after + n * averages[0], before + moved, rtol=tolerance, atol=tolerance)
+        before = after
+        sent = averages[0] != 0
+        if n > 1:
+            assert (averages[0][sent].abs() > case.threshold / sqrt(n) - tolerance).all()
+    calm = case.scales[-3:] == (0.0, 0.0, 0.0)  # then no capacity is exceeded
+    if calm and case.value_dtype == "float32":
+        assert (before.abs() / n < (1 + 1 / sqrt(n)) * case.threshold + tolerance).all()
+
+
+def run_with_room(case):
+    """Runs a case with payloads for all coordinates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost_model, "SMALLEST_CAPACITY", sum(case.sizes))
+        return run_case(case)
+
+
+def simulate(case):
+    """Returns averages and residuals of all steps for a single parameter."""
+    n, (size,) = case.num_workers, case.sizes
+    owner = torch.arange(size) // -(-size // n)
+    residuals = torch.zeros(n, size, dtype=torch.float64)
+    history = []
+    for step in range(len(case.scales)):
+        whole = residuals + torch.stack([gradient(case, rank, step)[0] for rank in range(n)])
+        is_own = owner == torch.arange(n)[:, None]
+        is_sent = ~(whole.abs() < case.threshold) & ~is_own
+        sums = torch.where(is_sent | is_own, whole, 0).sum(0) / n
+        averages = torch.where(sums.abs() < case.threshold / sqrt(n), 0, sums)
+        residuals = torch.where(is_own, n * (sums - averages), torch.where(is_sent, 0, whole))
+        history.append((averages, residuals))
+    return history
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_the_exchange_equals_a_simulation(num_workers):
+    case = Case(num_workers, sizes=(900,), threshold=1.2, scales=(1.0, 0.3, 1.0, 0.5) * 4)
+    results = run_workers(run_with_room, num_workers, case)
+    num_sent = 0
+    for states, (averages, residuals) in zip(zip(*results, strict=True), simulate(case), strict=True):
+        for rank, (average, residual, _) in enumerate(states):
+            torch.testing.assert_close(average, averages, rtol=0, atol=1e-12)
+            torch.testing.assert_close(residual, residuals[rank], rtol=0, atol=1e-12)
+        num_sent += int(averages.count_nonzero())
+    assert num_sent > 100
+
+
+@on_workers(2)
+def test_every_worker_gets_values_that_are_not_finite():
+    rank = dist.get_rank()
+    module = nn.Linear(20, 20, bias=False)
+    model = DistributedDataParallel(module)
+    state = register_comm_hook(model, HardThreshold(threshold=1e30), exchange="sparse_sums")
+    values = torch.zeros(400)
+    values[[5, 395]] = torch.tensor([nan, inf]) if rank else torch.zeros(2)
+    (model(torch.eye(20)).flatten() * values).sum().backward()
+    assert module.weight.grad.isfinite().logical_not().sum() >= 2
+    assert of_all_workers(module.weight.grad.isfinite().tolist())[0] == module.weight.grad.isfinite().tolist()
+    assert state.last_step.non_finite >= 2
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert all(residual.isfinite().all() for residual in state.residuals.layers().values())
+
+
+@pytest.mark.parametrize(
+    ("options", "sparsifier", "message"),
+    [
+        ({}, TopK(0.1), "needs a HardThreshold"),
+        ({"error_feedback": "none"}, HardThreshold(threshold=1.0), "error_feedback"),
+    ],
+)
+def test_sums_need_a_threshold_and_residuals(options, sparsifier, message):
+    with pytest.raises(ValueError, match=message):
+        ExchangeOptions(exchange="sparse_sums", **options).require(sparsifier)
