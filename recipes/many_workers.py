@@ -57,7 +57,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains once and returns a row."""
     torch.manual_seed(seed)
-    assert data.train_images is not None and data.val_images is not None
+    assert data.train_images is not None
+    assert data.val_images is not None
     (pixels, labels), (test_pixels, test_labels) = data.train_images.tensors, data.val_images.tensors
     scale = MEANS["cifar10"], DEVIATIONS["cifar10"]
     model = build_network()

@@ -63,28 +63,13 @@ class AnchorBucket(ParameterBucket):
     @torch.no_grad()
     def form_drift(self) -> None:
         """Set ``drift`` to x − θ."""
-        if self.anchor.device.type == "cpu":  # fewer passes over memory
-            self._anchor_less(self._thetas(), self.shaped_parts(self.drift))
-        else:  # fewer launches
-            torch.sub(self.anchor, self.read(self.drift), out=self.drift)
-
-    @torch.no_grad()
-    def write_anchor_less_kept(self) -> None:
-        """Set the parameters to x − e."""
-        if self.anchor.device.type == "cpu":
-            self._anchor_less(self.shaped_parts(self.kept), self._thetas())
-        else:
-            self.write(torch.sub(self.anchor, self.kept, out=self.drift))
+        torch.sub(self.anchor, self.read(self.drift), out=self.drift)
 
     @torch.no_grad()
     def subtract(self, average: Tensor) -> None:
         """Subtract an average, which may be in ``drift``, from the anchor and the parameters."""
         self.anchor.sub_(average)
         torch._foreach_sub_(self._thetas(), self.shaped_parts(average))
-
-    def _anchor_less(self, subtrahends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        for x, subtrahend, difference in zip(self.shaped_parts(self.anchor), subtrahends, out, strict=True):
-            torch.sub(x, subtrahend, out=difference)
 
     def _thetas(self) -> list[Tensor]:
         return [as_real(local(parameter)) for parameter in self.parameters]

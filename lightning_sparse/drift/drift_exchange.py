@@ -121,15 +121,13 @@ class DriftExchange:
             if drift.weights is not None:
                 if not drift.has_moved:
                     bucket.subtract(drift.average)
-            elif starts:  # the weights have changed since the exchange started
-                target, unused = bucket.anchor, bucket.drift
-                if self.options.keep_drift:
-                    target, unused = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift), bucket.kept
-                bucket.write(bucket.read(unused).sub_(starts[place]).add_(target))
-            elif self.options.keep_drift:
-                bucket.write_anchor_less_kept()
-            else:
-                bucket.write(bucket.anchor)
+                continue
+            target, unused = bucket.anchor, bucket.drift
+            if self.options.keep_drift:
+                target, unused = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift), bucket.kept
+            if starts:  # the weights have changed since the exchange started
+                target = bucket.read(unused).sub_(starts[place]).add_(target)
+            bucket.write(target)
         self._engine.account(dense_exchanges=self.options.every_n_steps)
         self.is_changing = False
 
