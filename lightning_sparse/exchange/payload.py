@@ -12,7 +12,7 @@ k. If k < c, the positions after the first k are unused; if k > c, the payload h
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class PayloadFormat:
     wire: Wire
     header_fields: int = 0
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """B, the number of blocks of 65,536 elements that cover the bucket."""
         return -(-self.num_elements // BLOCK_ELEMENTS)
@@ -59,7 +59,7 @@ class PayloadFormat:
         """Bytes per coordinate, for its value and its offset."""
         return self.wire.dtype.itemsize + 2
 
-    @property
+    @cached_property
     def fixed_bytes(self) -> int:
         """Bytes of a payload of capacity 0."""
         return 8 * self.header_fields + 8 * -(-self.num_blocks // 2)
