@@ -1,6 +1,6 @@
 """Compares and averages buffers, and frozen parameters that code updates."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import nan
@@ -69,7 +69,7 @@ class UntrainedTensors:
     def floating(self, *, only_buffers: bool) -> dict[str, Tensor]:
         """Return floating-point buffers by name, and frozen parameters unless ``only_buffers``."""
         known = self._known.items()
-        return self._tensors([name for name, of in known if of.is_floating and (of.is_buffer or not only_buffers)])
+        return self._tensors({name: of for name, of in known if of.is_floating and (of.is_buffer or not only_buffers)})
 
     def differing(self, compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
         """Return tensors that differ between workers but not in size, equally on all workers.
@@ -102,9 +102,11 @@ class UntrainedTensors:
             flags = counts.bool().tolist()
         return {name: tensor for (name, tensor), flag in zip(now.items(), flags, strict=True) if flag}
 
-    def _tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def _tensors(self, names: Mapping[str, object]) -> dict[str, Tensor]:
         """Return tensors by name, with empty tensors for removed ones."""
-        found = named_tensors(self._module)
+        found = dict(self._module.named_buffers())
+        if not names.keys() <= found.keys():  # a walk over all modules takes long
+            found = named_tensors(self._module)
         return {name: local(found[name]) if name in found else torch.zeros(0) for name in names}
 
 
