@@ -129,6 +129,8 @@ class Engine:
                 self.watch_next = None
         gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
         is_full = self.calibrator.is_running
+        if self.options.exchange == "sparse_sums" and getattr(self.sparsifier, "threshold", None) == 0:
+            is_full = True  # nothing may wait
         bucket.average = gradient
         if gradient.dtype != dtype:  # too narrow for the average
             bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)

@@ -47,9 +47,9 @@ class Snapshot:
 
 
 def copied(tree: Any) -> Any:
-    """Return nested containers with every tensor copied to the CPU."""
+    """Return nested containers with every tensor copied to the CPU, in the same memory format."""
     if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return tree.detach().to("cpu", copy=True)
     if isinstance(tree, Mapping):
         return {name: copied(entry) for name, entry in tree.items()}
     return [copied(entry) for entry in tree] if isinstance(tree, list) else tree

@@ -164,8 +164,8 @@ class Exchange:
     def start(self, shipment: Shipment, header: Tensor) -> None:
         """Issue the first collective of a shipment that the caller has filled.
 
-        The header holds this worker's numbers of the bucket: float64, shape (H,); its first two fields are NUM_SELECTED
-        and LARGEST_SLICE.
+        The header holds this worker's numbers of the bucket: float64, shape (H,); its first three fields are
+        NUM_SELECTED, LARGEST_SLICE and NON_FINITE.
         """
         self._shipments.append(shipment)
         self._headers.append(header)
@@ -208,11 +208,11 @@ class Exchange:
     def _route(self, key: tuple[int, int], costs: Costs, *, on_gpu: bool) -> Route:
         if self.mode in ("gather", "reduce_scatter", "dense"):
             return self.mode
-        if self.mode == "sparse_sums":
-            return "reduce_scatter"
         selected, slices = self._forecasts["selected"].get(key), self._forecasts["slices"].get(key)
         if selected is None:
             return "dense"
+        if self.mode == "sparse_sums":
+            return "reduce_scatter"
         largest_slice = UNEVEN_SLICES * selected.last / costs.num_workers if slices is None else slices.last
         known = speeds(self.link_gbit_s, on_gpu=on_gpu, is_one_node=self._is_one_node)
         return costs.cheapest(selected.last, largest_slice, known)

@@ -84,7 +84,10 @@ class Extraction:
         if bucket.weights is not None and not is_fast:
             bucket.form()
         if has_kernels:
-            return self._fill_fused(bucket, shipment, measures_gradient)
+            header = self._fill_fused(bucket, shipment, measures_gradient)
+            if sums is not None:
+                bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
+            return header
         squared_gradient_norm: float | Tensor = 0.0
         if measures_gradient:
             gradient = bucket.gradient if bucket.weights is None else bucket.whole(bucket.gradient.dtype)
@@ -99,6 +102,8 @@ class Extraction:
             numbers = self._fill_selected(bucket, shipment)
         if sums is not None and not is_fast:
             sums.put_back(shipment.rest())
+        elif sums is not None and numbers.non_finite:
+            bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
         numbers.squared_gradient_norm = squared_gradient_norm
         return numbers.header(bucket.gradient.device)
 

@@ -46,7 +46,7 @@ def _count(name: str, **columns: Any) -> StepNumber:
 
 
 STEP_NUMBERS = (
-    # The exchange reads the first two from the header (NUM_SELECTED and LARGEST_SLICE).
+    # The exchange reads the first three from the header (NUM_SELECTED, LARGEST_SLICE and NON_FINITE).
     _count("selected", in_header=True, per_layer=True, workers="sum", shards="sum", exchanges="sum", logged="density"),
     _count("largest_slice", in_header=True),
     _count("non_finite", in_header=True, workers="sum", shards="sum", exchanges="sum"),

@@ -68,6 +68,6 @@ class OwnSums:
         return num_large
 
     def put_back(self, selection: Selection) -> None:
-        """Adds values to the residual at unique indices. A value that is not finite leaves a residual of 0."""
+        """Adds finite values to the residual at unique indices."""
         after = self._bucket.residual.after
         after.index_add_(0, selection.indices, selection.values.nan_to_num(0.0, 0.0, 0.0))

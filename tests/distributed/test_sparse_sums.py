@@ -100,7 +100,7 @@ def test_nothing_is_lost_and_small_sums_wait(case):
         torch.testing.assert_close(after + n * averages[0], before + moved, rtol=tolerance, atol=tolerance)
         before = after
         sent = averages[0] != 0
-        if n > 1:
+        if n > 1 and step:  # the first step is dense
             assert (averages[0][sent].abs() > case.threshold / sqrt(n) - tolerance).all()
     calm = case.scales[-3:] == (0.0, 0.0, 0.0)  # then no capacity is exceeded
     if calm and case.value_dtype == "float32":
@@ -122,13 +122,22 @@ def simulate(case):
     history = []
     for step in range(len(case.scales)):
         whole = residuals + torch.stack([gradient(case, rank, step)[0] for rank in range(n)])
-        is_own = owner == torch.arange(n)[:, None]
+        is_own = (owner == torch.arange(n)[:, None]) & (step > 0)  # the first step is dense
         is_sent = ~(whole.abs() < case.threshold) & ~is_own
         sums = torch.where(is_sent | is_own, whole, 0).sum(0) / n
-        averages = torch.where(sums.abs() < case.threshold / sqrt(n), 0, sums)
+        averages = torch.where((sums.abs() < case.threshold / sqrt(n)) & (step > 0), 0, sums)
         residuals = torch.where(is_own, n * (sums - averages), torch.where(is_sent, 0, whole))
         history.append((averages, residuals))
     return history
+
+
+@on_workers(3)
+def test_a_threshold_of_zero_is_plain_ddp():
+    case = Case(sizes=(5000,), threshold=0.0, scales=(1.0, 20.0, 0.3))
+    for step, (average, residual, _) in enumerate(run_case(case)):
+        expected = sum(gradient(case, rank, step)[0] for rank in range(3)) / 3
+        torch.testing.assert_close(average, expected, rtol=0, atol=1e-12)
+        assert not residual.any()
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
@@ -144,20 +153,28 @@ def test_the_exchange_equals_a_simulation(num_workers):
     assert num_sent > 100
 
 
-@on_workers(2)
-def test_every_worker_gets_values_that_are_not_finite():
+@pytest.mark.parametrize("size", [1, 400])
+@pytest.mark.parametrize("burst", [1.0, 1000.0])
+@on_workers(3)
+def test_every_worker_gets_values_that_are_not_finite(burst, size):
+    """In the same step, even if more values are selected than the capacity of a payload."""
     rank = dist.get_rank()
-    module = nn.Linear(20, 20, bias=False)
-    model = DistributedDataParallel(module)
-    state = register_comm_hook(model, HardThreshold(threshold=1e30), exchange="sparse_sums")
-    values = torch.zeros(400)
-    values[[5, 395]] = torch.tensor([nan, inf]) if rank else torch.zeros(2)
-    (model(torch.eye(20)).flatten() * values).sum().backward()
-    assert module.weight.grad.isfinite().logical_not().sum() >= 2
-    assert of_all_workers(module.weight.grad.isfinite().tolist())[0] == module.weight.grad.isfinite().tolist()
-    assert state.last_step.non_finite >= 2
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert all(residual.isfinite().all() for residual in state.residuals.layers().values())
+    case = Case(sizes=(size, 50), dtype=torch.float32)
+    model = DistributedDataParallel(Weights(case))
+    state = register_comm_hook(model, HardThreshold(threshold=10.0), exchange="sparse_sums")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step, scale in enumerate([1.0, 1.0, burst, 0.0, 0.0, 0.0]):
+        moves = [scale * torch.randn(part) for part in case.sizes]
+        if step == 2 and rank == 1:
+            moves[0][-1], moves[1][7] = nan, inf
+        optimizer.zero_grad()
+        model(moves).backward()
+        averages = torch.cat([weight.grad for weight in model.module.weights])
+        assert averages.isfinite().tolist() == of_all_workers(averages.isfinite().tolist())[0]
+        assert averages.isfinite().all() == (step != 2)
+        assert state.last_step.non_finite == 2 * (step == 2)
+        optimizer.step()
+        assert all(residual.isfinite().all() for residual in state.residuals.layers().values())
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,20 @@ class OverflowOnOneWorker(WithSchedule):
         return super().training_step(batch, batch_idx) * (float("inf") if is_bad else 1.0)
 
 
-OPTIMIZERS = {"sgd": sgd, "adam": adam, "nesterov": nesterov}
+class Transposed(WithSchedule):
+    """Has a weight whose memory is not in the order of its indices, which fused optimizers ignore."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.middle.weight = torch.nn.Parameter(self.middle.weight.detach().t().contiguous().t())
+
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adam": adam,
+    "nesterov": nesterov,
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
 OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adam": {"optimizer": "adam"},
@@ -136,6 +149,7 @@ OF_DRIFTS: dict[str, dict[str, Any]] = {
     "middle of an epoch": {"batches_per_epoch": 5},
     "accordion": {"batches_per_epoch": 5, "sparsifier": Accordion(0.05, 0.3, interval=1)},
     "scaled, one worker overflows": {"overflows": True},
+    "transposed, fused": {"optimizer": "fused", "model": Transposed},
 }
 CASES = OF_GRADIENTS | {f"local, {name}": case | {"is_local": True} for name, case in OF_DRIFTS.items()}
 
@@ -191,7 +205,7 @@ def fit(
         plugins=plugins,
     )
     make_optimizer = OPTIMIZERS[case.get("optimizer", "adam" if case.get("is_local") else "nesterov")]
-    model = (OverflowOnOneWorker if case.get("overflows") else WithSchedule)(make_optimizer)
+    model = case.get("model", OverflowOnOneWorker if case.get("overflows") else WithSchedule)(make_optimizer)
     trainer.fit(model, ResumableData(case.get("batches_per_epoch", 1000)), ckpt_path=ckpt_path, **WEIGHTS_ONLY)
     return end.seen
 

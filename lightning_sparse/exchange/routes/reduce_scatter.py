@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import nan
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.routes.adding import average, pack_nonzero, side_by_side
 from lightning_sparse.exchange.routes.gather import GatherShipment
-from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NON_FINITE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers import Selection
 
@@ -46,7 +47,8 @@ class ReduceScatterShipment(GatherShipment):
     exceeds its capacity, all workers see it in the headers and sizes, and gather the bucket instead.
 
     With ``thresholds_sums``, the caller leaves this worker's own slice out of the payload and sets ``keep_sums``, which
-    adds it to the averages and keeps small ones. Values beyond a capacity return to the residual by ``put_back``.
+    adds it to the averages and keeps small ones. Values beyond a capacity return to the residual by ``put_back``. Those
+    that are not finite are dropped instead, and the first average of the bucket is then NaN for all workers.
 
     Args:
         slice_capacity: capacity for one worker's coordinates in one slice, the same on all workers.
@@ -123,10 +125,12 @@ class ReduceScatterShipment(GatherShipment):
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Restart as a gather of payloads if a capacity was exceeded."""
-        if self.thresholds_sums:  # the residuals hold what the capacities did not
-            return
-        is_exceeded = (header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)
-        if is_exceeded.any() or (self._is_sparse and max(sizes) > self._room):
+        exceeded = (header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)
+        is_exceeded = bool(exceeded.any()) or (self._is_sparse and max(sizes) > self._room)
+        if self.thresholds_sums:  # the residuals hold all finite values that exceeded a capacity
+            if is_exceeded and header[:, NON_FINITE].any():
+                self.out[:1] = nan
+        elif is_exceeded:
             self._is_averaged = False
             self.out.zero_()
             super().start()

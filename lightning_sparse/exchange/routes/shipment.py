@@ -12,8 +12,9 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.sparsifiers import Selection
 
-NUM_SELECTED, LARGEST_SLICE = range(2)
-"""The header fields of the exchange: k, and the largest number of coordinates in any of n equal slices."""
+NUM_SELECTED, LARGEST_SLICE, NON_FINITE = range(3)
+"""The header fields of the exchange: k, the largest number of coordinates in any of n equal slices, and the number of
+values that are not finite."""
 
 
 @dataclass(eq=False, repr=False)
