@@ -50,16 +50,19 @@ class OwnSums:
         """
         start, end, n = self._start, self._end, self._num_workers
         after, averages = self._bucket.residual.after[start:end], averages[: end - start]
+        # An unused layer's residual must not change, because it is not rolled back: its sums are sent whole.
+        left_out = [slice(max(first - start, 0), max(last - start, 0)) for first, last in self._bucket.left_out]
         own = after.clone()
         after.zero_()
-        for left_start, left_end in self._bucket.left_out:
-            part = slice(max(left_start - start, 0), max(left_end - start, 0))
+        for part in left_out:
             after[part], own[part] = own[part], 0
         sums = averages + own / n
         is_small = torch.empty_like(sums, dtype=torch.bool)
         for threshold, run_start, run_end, _ in self._runs:
             part = slice(max(run_start - start, 0), max(run_end - start, 0))
             torch.lt(sums[part].abs(), threshold / sqrt(n), out=is_small[part])
+        for part in left_out:
+            is_small[part] = sums[part] == 0
         is_large = is_small.logical_not_()
         num_large = is_large.count_nonzero()
         is_sent = is_large & (is_large.cumsum(0) <= most)

@@ -59,7 +59,8 @@ class Weights(nn.Module):
         self.weights = nn.ParameterList([torch.zeros(size, dtype=case.dtype) for size in case.sizes])
 
     def forward(self, moves):
-        return sum((weight * move.to(weight.dtype)).sum() for weight, move in zip(self.weights, moves, strict=True))
+        pairs = [(weight, move) for weight, move in zip(self.weights, moves, strict=True) if move is not None]
+        return sum((weight * move.to(weight.dtype)).sum() for weight, move in pairs)
 
 
 def run_case(case):
@@ -131,13 +132,58 @@ def simulate(case):
     return history
 
 
+def trainer_of(case, **options):
+    """Returns the state of a DDP module, and a function that trains a step on gradients and returns the averages."""
+    model = DistributedDataParallel(Weights(case), **options)
+    sparsifier = HardThreshold(threshold=case.threshold)
+    state = register_comm_hook(model, sparsifier, exchange="sparse_sums", per_layer_stats=case.per_layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(moves):
+        optimizer.zero_grad()
+        model(moves).backward()
+        averages = [weight.grad.clone() for weight in model.module.weights]
+        optimizer.step()
+        return averages
+
+    return state, step
+
+
 @on_workers(3)
-def test_a_threshold_of_zero_is_plain_ddp():
-    case = Case(sizes=(5000,), threshold=0.0, scales=(1.0, 20.0, 0.3))
-    for step, (average, residual, _) in enumerate(run_case(case)):
-        expected = sum(gradient(case, rank, step)[0] for rank in range(3)) / 3
-        torch.testing.assert_close(average, expected, rtol=0, atol=1e-12)
-        assert not residual.any()
+def test_a_threshold_of_zero_sends_everything_at_once():
+    case = Case(sizes=(5000,), threshold=2.0, scales=(1.0,) * 6)
+    state, train = trainer_of(case)
+    for step in range(6):
+        if step == 4:
+            state.set_threshold(0.0)
+        (average,) = train(gradient(case, dist.get_rank(), step))
+        assert bool(state.residuals.layers()["weights.0"].any()) == (step < 4)
+    expected = sum(gradient(case, rank, 5)[0] for rank in range(3)) / 3
+    torch.testing.assert_close(average, expected, rtol=0, atol=1e-12)
+
+
+@on_workers(2)
+def test_the_residual_of_an_unused_layer_stays():
+    """The second layer of the bucket is the slice of rank 1, which does not use it in the last step."""
+    rank = dist.get_rank()
+    case = Case(num_workers=2, sizes=(500, 500), scales=(1.0,) * 6, per_layer=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost_model, "SMALLEST_CAPACITY", 1000)
+        state, train = trainer_of(case, find_unused_parameters=True)
+        for step in range(5):
+            train(gradient(case, rank, step))
+        name = list(state.last_step.layers)[1]
+        layer = int(name.removeprefix("weights."))
+        before = state.residuals.layers()[name].clone()
+        moves = gradient(case, rank, 5)
+        is_sent = (before + moves[layer]).abs() >= case.threshold
+        average = train([None if rank == 1 and at == layer else move for at, move in enumerate(moves)])[layer]
+    assert 0 < is_sent.sum() < 500
+    if rank == 0:
+        assert torch.equal(average != 0, is_sent)
+        assert (average[is_sent].abs() < case.threshold / sqrt(2)).any()
+    else:
+        assert torch.equal(state.residuals.layers()[name], before)
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
@@ -153,28 +199,23 @@ def test_the_exchange_equals_a_simulation(num_workers):
     assert num_sent > 100
 
 
-@pytest.mark.parametrize("size", [1, 400])
+@pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("burst", [1.0, 1000.0])
+@pytest.mark.parametrize("value", [nan, inf])
 @on_workers(3)
-def test_every_worker_gets_values_that_are_not_finite(burst, size):
+def test_every_worker_gets_values_that_are_not_finite(value, burst, place):
     """In the same step, even if more values are selected than the capacity of a payload."""
-    rank = dist.get_rank()
-    case = Case(sizes=(size, 50), dtype=torch.float32)
-    model = DistributedDataParallel(Weights(case))
-    state = register_comm_hook(model, HardThreshold(threshold=10.0), exchange="sparse_sums")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    case = Case(sizes=(450,), threshold=10.0, dtype=torch.float32)
+    state, train = trainer_of(case)
     for step, scale in enumerate([1.0, 1.0, burst, 0.0, 0.0, 0.0]):
-        moves = [scale * torch.randn(part) for part in case.sizes]
-        if step == 2 and rank == 1:
-            moves[0][-1], moves[1][7] = nan, inf
-        optimizer.zero_grad()
-        model(moves).backward()
-        averages = torch.cat([weight.grad for weight in model.module.weights])
-        assert averages.isfinite().tolist() == of_all_workers(averages.isfinite().tolist())[0]
-        assert averages.isfinite().all() == (step != 2)
-        assert state.last_step.non_finite == 2 * (step == 2)
-        optimizer.step()
-        assert all(residual.isfinite().all() for residual in state.residuals.layers().values())
+        moves = scale * torch.randn(450)
+        if step == 2 and dist.get_rank() == 1:
+            moves[place] = value
+        (average,) = train([moves])
+        assert average.isfinite().tolist() == of_all_workers(average.isfinite().tolist())[0]
+        assert average.isfinite().all() == (step != 2)
+        assert state.last_step.non_finite == (step == 2)
+        assert state.residuals.layers()["weights.0"].isfinite().all()
 
 
 @pytest.mark.parametrize(
