@@ -10,7 +10,7 @@ So nothing is lost: Σ_i e_i + n a equals Σ_i p_i in every step. The mean of al
 λ (1 + 1 / √n), and a worker receives as many bytes from 1,000 workers as from 10.
 
 The mean of n independent residuals below λ is of the size λ / √n. A smaller threshold would send that noise, and a
-larger one would delay the signal (docs/results-appendix.md).
+larger one would delay the signal.
 """
 
 from collections.abc import Sequence
