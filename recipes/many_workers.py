@@ -46,7 +46,8 @@ def main() -> None:
                     row = train(data, given.workers, given.steps, exchange, density, seed)
                     if rows is None:
                         rows = csv.DictWriter(file, row)
-                        rows.writeheader()
+                        if not file.tell():
+                            rows.writeheader()
                     rows.writerow(row)
                     file.flush()
                     print(row, flush=True)
