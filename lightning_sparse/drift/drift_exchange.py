@@ -67,7 +67,7 @@ class DriftExchange:
         self.is_changing = not self.options.overlap  # the weights may lack sent values until the exchange ends
 
     def _departing(self) -> Iterator[DriftBucket]:
-        # Then compiled functions can move the weights in place.
+        # Only then can compiled functions keep unsent values in the weights.
         keeps_in_weights = self.options.keep_drift and self.outer is None and not self.options.overlap
         for bucket in self.buckets:
             if self.options.overlap:

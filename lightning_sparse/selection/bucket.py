@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange import Shipment
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts
 from lightning_sparse.selection.numbers import squared_norm
-from lightning_sparse.sparsifiers import LayerLayout, Selection
+from lightning_sparse.sparsifiers import LayerLayout, Selection, ThresholdRun
 
 
 class Residual(NamedTuple):
@@ -60,6 +63,24 @@ class FlatBucket:
     def form(self) -> None:
         """Form gradient and residual of a bucket with ``weights``, and set its weights to None."""
 
+    def pieces(self, run: ThresholdRun) -> list[ThresholdRun]:
+        """Returns the pieces of a run, with an infinite threshold where values are left out.
+
+        It selects nothing, because the residuals of unused layers are finite.
+        """
+        pieces = [run]
+        for start, end in self.left_out:
+            parts = []
+            for piece in pieces:
+                first, last = max(start, piece.start), min(end, piece.end)
+                if first >= last:
+                    parts.append(piece)
+                    continue
+                cut = [piece._replace(end=first), ThresholdRun(inf, first, last), piece._replace(start=last)]
+                parts += [part for part in cut if part.start < part.end]
+            pieces = parts
+        return pieces
+
     def whole(self, dtype: torch.dtype) -> Tensor:
         """Returns a new tensor with p, and 0 for left-out layers: shape (layout.num_elements,)."""
         before = self.residual.before
@@ -108,6 +129,38 @@ def keep_rest(compensated: Tensor, selected: Selection, wire: Wire) -> Selection
     sent, kept = sent_and_kept(compensated.index_select(0, selected.indices), selected.values, wire)
     compensated[selected.indices] = kept
     return Selection(selected.indices, sent)
+
+
+def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment: Shipment) -> None:
+    """Sends the marked coordinates of p and keeps the rest in its memory. Nothing waits for the device.
+
+    Args:
+        residual: ``after`` holds p, shape (m,), and receives e'.
+        marks: bool, shape (m,).
+        values: values that marked coordinates send, shape (m,): p, or a rounding of p.
+        shipment: receives the sent values.
+    """
+    after = residual.after
+    sent, kept = sent_and_kept(after, values, shipment.format.wire)
+    sent = torch.where(marks, sent, 0)  # a copy, because the values may be p, whose memory becomes e'
+    torch.where(marks, kept, after, out=after)
+    if shipment.payload is None:
+        torch.div(sent, shipment.divisor, out=shipment.out)
+        return
+    capacity = shipment.format.capacity(shipment.payload.numel())
+    indices = torch.empty(0, dtype=torch.int64, device=after.device)
+    if marks.numel():  # fails on a GPU without elements: pytorch#162473
+        # Unused positions get an index beyond all blocks, so no block counts them.
+        beyond = shipment.format.num_blocks * BLOCK_ELEMENTS
+        indices = torch.nonzero_static(marks, size=capacity, fill_value=beyond).squeeze(1)
+    selection = Selection(indices, sent.index_select(0, indices.clamp(max=max(marks.numel() - 1, 0))))
+    shipment.format.fill(shipment.payload, selection)
+
+    def rest() -> Selection:
+        indices = marks.nonzero().squeeze(1)[capacity:]
+        return Selection(indices, sent[indices])
+
+    shipment.rest = rest
 
 
 def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float]) -> Tensor:

@@ -8,18 +8,17 @@ returns indices.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Shipment, slice_bounds, slice_elements
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
+from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.adding import subtract
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
-from lightning_sparse.selection.bucket import FlatBucket, Residual, compensate, keep_rest, sent_and_kept
+from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, take_out_marked
 from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
 from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, layer_fields, squared_norm
 from lightning_sparse.selection.own_sums import OwnSums
@@ -148,7 +147,7 @@ class Extraction:
         counts, errors = [0], []
         for run in self._runs(bucket, by_layer=self._per_layer):
             step.squares = 0.0
-            for piece in used(run, bucket.left_out):
+            for piece in bucket.pieces(run):
                 take_out(step, *piece)
             counts.append(step.selected)
             errors.append(step.squares)
@@ -271,30 +270,11 @@ class Extraction:
         return self._known_boundaries[key]
 
     def _pieces(self, bucket: FlatBucket) -> list[ThresholdRun]:
-        return [piece for run in self._runs(bucket) for piece in used(run, bucket.left_out)]
+        return [piece for run in self._runs(bucket) for piece in bucket.pieces(run)]
 
     def _runs(self, bucket: FlatBucket, *, by_layer: bool = False) -> Sequence[ThresholdRun]:
         assert isinstance(self._sparsifier, HardThreshold)
         return self._sparsifier.runs(bucket.layout, bucket.residual.after.dtype, by_layer=by_layer)
-
-
-def used(run: ThresholdRun, left_out: Sequence[tuple[int, int]]) -> list[ThresholdRun]:
-    """Returns the pieces of a run, with an infinite threshold where values are left out.
-
-    It selects nothing, because the residuals of unused layers are finite.
-    """
-    pieces = [run]
-    for start, end in left_out:
-        parts = []
-        for piece in pieces:
-            first, last = max(start, piece.start), min(end, piece.end)
-            if first >= last:
-                parts.append(piece)
-                continue
-            cut = [piece._replace(end=first), ThresholdRun(inf, first, last), piece._replace(start=last)]
-            parts += [part for part in cut if part.start < part.end]
-        pieces = parts
-    return pieces
 
 
 def _move(bucket: FlatBucket, shipment: Shipment, rows: Tensor) -> None:
@@ -302,35 +282,3 @@ def _move(bucket: FlatBucket, shipment: Shipment, rows: Tensor) -> None:
     assert bucket.weights is not None
     subtract(shipment.format, rows, bucket.residual.before, bucket.weights, shipment.buffers)
     bucket.has_moved = True
-
-
-def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment: Shipment) -> None:
-    """Sends the marked coordinates of p and keeps the rest in its memory. Nothing waits for the device.
-
-    Args:
-        residual: ``after`` holds p, shape (m,), and receives e'.
-        marks: bool, shape (m,).
-        values: values that marked coordinates send, shape (m,): p, or a rounding of p.
-        shipment: receives the sent values.
-    """
-    after = residual.after
-    sent, kept = sent_and_kept(after, values, shipment.format.wire)
-    sent = torch.where(marks, sent, 0)  # a copy, because the values may be p, whose memory becomes e'
-    torch.where(marks, kept, after, out=after)
-    if shipment.payload is None:
-        torch.div(sent, shipment.divisor, out=shipment.out)
-        return
-    capacity = shipment.format.capacity(shipment.payload.numel())
-    indices = torch.empty(0, dtype=torch.int64, device=after.device)
-    if marks.numel():  # fails on a GPU without elements: pytorch#162473
-        # Unused positions get an index beyond all blocks, so no block counts them.
-        beyond = shipment.format.num_blocks * BLOCK_ELEMENTS
-        indices = torch.nonzero_static(marks, size=capacity, fill_value=beyond).squeeze(1)
-    selection = Selection(indices, sent.index_select(0, indices.clamp(max=max(marks.numel() - 1, 0))))
-    shipment.format.fill(shipment.payload, selection)
-
-    def rest() -> Selection:
-        indices = marks.nonzero().squeeze(1)[capacity:]
-        return Selection(indices, sent[indices])
-
-    shipment.rest = rest

@@ -29,7 +29,7 @@ ROWS = {
     '`error_feedback="none"`': (HardThreshold(threshold=5.0), {"error_feedback": "none"}),
     "`TopK`": (TopK(0.01), {}),
     "local training (`SparseModelAverager`)": (None, {}),
-    "local training on GPUs, or with `keep_drift=False`": (None, {"keep_drift": False}),
+    "local training, `keep_drift=False`": (None, {"keep_drift": False}),
 }
 ON_A_CPU = ("`TopK`", '`error_feedback="none"`', "local training (`SparseModelAverager`)")
 
