@@ -13,6 +13,7 @@
 
 #define BLOCK_SHIFT 16 /* blocks of a payload have 65,536 elements */
 #define GROUP 64       /* elements processed together; each group lies in one block */
+#define STREAM_SHARE 256 /* with more than one selected value in so many, writing past the caches is slower */
 #define INLINE static inline __attribute__((always_inline))
 
 enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: for average only */
@@ -158,7 +159,7 @@ INLINE int form(step_t *step, int64_t begin, int64_t count, float threshold, flo
     return largest < least;
 }
 
-/* Writes a group past the caches, which saves reading the memory first: a third less time at 0.1 %. */
+/* Writes a group past the caches, which saves reading the memory first. */
 INLINE void stream(float *to, const float *group, int64_t count) {
 #ifdef __SSE2__
     if (count == GROUP && ((uintptr_t)to & 15) == 0) {
@@ -194,7 +195,10 @@ INLINE void add_squares(double *sums, const float *group) {
 /* Writes a group into the payload. A value beyond the capacity stays in e' as p. */
 INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, double *squares) {
     float p[GROUP], below[GROUP];
-    int all_below = form(step, begin, count, threshold, p);
+    const int all_below = form(step, begin, count, threshold, p), is_gradient = !step->weights;
+    const int streams = step->selected * STREAM_SHARE <= begin;
+    float *kept_values = streams ? p : step->after + begin;
+    if (is_gradient && !streams) memcpy(kept_values, p, count * sizeof *p);
     if (all_below) {
         add_squares(squares, p);
     } else {
@@ -210,11 +214,11 @@ INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float thresho
                 int has_capacity = step->selected < step->capacity;
                 float kept = send(step, p[j], excess, begin + j);
                 squares[0] += (double)kept * kept;
-                if (has_capacity) p[j] = kept;
+                if (is_gradient && has_capacity) kept_values[j] = kept;
             }
         }
     }
-    if (!step->weights) stream(step->after + begin, p, count);
+    if (is_gradient && streams) stream(step->after + begin, p, count);
     if (step->clears) memset(step->gradient + begin, 0, count * sizeof *p);
     step->ends[begin >> BLOCK_SHIFT] = (int32_t)step->selected;
 }
