@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from math import inf, sqrt
+from math import ceil, floor, inf, log10, sqrt
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -93,7 +93,7 @@ class Advice:
                 "short run",
                 f"density={density:.3g} sends each coordinate only {times_sent:.2g} times in "
                 f"{_count(self._num_exchanges)} exchanges. "
-                f"Set density={min(1.0, FEWEST_SENT / max(self._num_exchanges, 1)):.1g}.",
+                f"Set density={_rounded_up(min(1.0, FEWEST_SENT / max(self._num_exchanges, 1))):.1g}.",
             )
         normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
         if self._averages != "drifts" and normalising:
@@ -243,6 +243,12 @@ def shortened(name: str, most: int) -> str:
     """
     head = most // 6
     return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
+
+
+def _rounded_up(number: float) -> float:
+    """Return the smallest number with one digit that is not below a positive number."""
+    unit = 10.0 ** floor(log10(number))
+    return ceil(number / unit - 1e-9) * unit
 
 
 def _count(number: float) -> str:

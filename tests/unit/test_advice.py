@@ -142,6 +142,7 @@ SITUATIONS = {
     "short": Situation(
         [], [r"density=0.01 sends each coordinate only 1 times in 100 exchanges. Set density=0.05"], planned=100
     ),
+    "nearly long enough": Situation([], [r"only 4.6 times in 460 exchanges. Set density=0.02"], planned=460),
     "long calibration": Situation(
         [CALIBRATION] * 50 + [step(10)], [r"calibration took 50 of 1,000 exchanges \(5 %\)"], planned=1000
     ),
