@@ -93,7 +93,7 @@ class SparseModelAverager(Averager):
         self.options = checked(options)
         require_sparsifier(sparsifier)
         if not isinstance(module, nn.Module):
-            raise TypeError(f"Expected a torch.nn.Module, got {module!r}.")
+            raise TypeError(f"Invalid {module=}. Must be a torch.nn.Module.")
         if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(tensor) for tensor in named_tensors(module).values()):
@@ -285,7 +285,7 @@ class SparseModelAverager(Averager):
 def checked(options: DriftOptions | None) -> DriftOptions:
     """Return options, or the default for None; raise TypeError otherwise."""
     if not isinstance(options, (DriftOptions, type(None))):
-        raise TypeError(f"Expected DriftOptions(every_n_steps=…), for example, got {options!r}.")
+        raise TypeError(f"Invalid {options=}. Must be DriftOptions(every_n_steps=4), for example.")
     return DriftOptions() if options is None else options
 
 

@@ -115,7 +115,7 @@ class Averager(ABC):
         The receiver may run inside backward, on every worker. It must be fast and must not communicate.
         """
         if not callable(receiver):
-            raise TypeError(f"Expected a function of StepStats, got {receiver!r}.")
+            raise TypeError(f"Invalid {receiver=}. Must be a function of StepStats.")
         self._engine.subscribers.append(receiver)
 
     def watch_next(self, receiver: Callable[[FlatBucket], None]) -> None:

@@ -79,12 +79,9 @@ class Sharding:
 def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
     """Raise if gradients would be averaged over too many or too few ranks."""
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"Expected a DeviceMesh, mesh['replicate'] for example, got {mesh!r}.")
+        raise TypeError(f"Invalid {mesh=}. Must be a DeviceMesh, mesh['replicate'] for example.")
     if mesh.ndim != 1:
-        raise ValueError(
-            f"Expected only the dimension of replicas, mesh['replicate'] for example, got a mesh of {mesh.ndim} "
-            f"dimensions: {mesh.mesh_dim_names}."
-        )
+        raise ValueError(f"Invalid {mesh=}. Must be the dimension of replicas alone, mesh['replicate'] for example.")
     named = dict(module.named_parameters())
     if not any(parameter.requires_grad for parameter in named.values()):
         raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")

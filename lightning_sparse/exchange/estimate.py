@@ -112,7 +112,7 @@ def estimate(
     if not is_number(gbit_per_s) or not 0 < gbit_per_s < inf:
         raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0 and finite, in Gbit/s.")
     if isinstance(model, bool) or not isinstance(model, (int, nn.Module)):
-        raise TypeError(f"Expected a module or the number of its parameters, got {model!r}.")
+        raise TypeError(f"Invalid {model=}. Must be a module or the number of its parameters.")
     if isinstance(model, nn.Module) and any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         raise ValueError("The model has uninitialised layers. Run a batch through it first.")
     if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):

@@ -112,7 +112,7 @@ class HardThreshold(MarkingSparsifier):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")
         for pattern, value in (layer_thresholds or {}).items():
             if not isinstance(pattern, str):
-                raise TypeError(f"Invalid {layer_thresholds=}. {pattern!r} must be a pattern of parameter names.")
+                raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern of names, not by {pattern!r}.")
             _check_threshold(f"layer_thresholds[{pattern!r}]", value)
         if not is_number(overshoot) or not 0 <= overshoot < 1:
             raise ValueError(f"Invalid {overshoot=}. Must be within [0, 1); 0.5 sends 1.5 λ where p is λ.")

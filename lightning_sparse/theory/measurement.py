@@ -54,5 +54,5 @@ def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
     steps = points.double().diff(dim=0).norm(dim=1)
     changes = gradients.double().diff(dim=0).norm(dim=1)
     if not bool((steps > 0).any()):
-        raise ValueError(f"Got {len(points)} equal points. Must contain two different points.")
+        raise ValueError(f"Got {len(points)} equal points. Must be at least two different points.")
     return float((changes / steps)[steps > 0].max())

@@ -46,5 +46,5 @@ def optimal_threshold(sequence: Tensor, budget: int) -> float:
     require_real(sequence)
     magnitudes = sequence.double().abs().flatten()
     if bool(magnitudes.isnan().any()):
-        raise ValueError("The sequence contains NaN. Must contain numbers only.")
+        raise ValueError("Got a sequence with NaN. Must be numbers only.")
     return float(magnitudes.kthvalue(sequence.numel() - int(budget) + 1).values)

@@ -200,12 +200,12 @@ def test_errors_of_averagers_name_the_remedy():
     whole.step()  # gives the layer an anchor too
     for make, word in (
         (lambda: SparseModelAverager(DistributedDataParallel(Net()), fixed), "Unwrap"),
-        (lambda: SparseModelAverager(3, fixed), "Expected a torch.nn.Module, got 3"),
+        (lambda: SparseModelAverager(3, fixed), "Invalid module=3. Must be a torch.nn.Module"),
         (lambda: SparseModelAverager(Net(), 0.1), "Expected a sparsifier such as .*, got 0.1"),
         (lambda: SparseModelAverager(Net(), HardThreshold), "Expected a sparsifier"),
         *((partial(averaged_by, outer), "Must return a torch.optim.Optimizer") for outer in (torch.optim.LBFGS, list)),
         (lambda: averaged_by(None).load_state_dict(None), "it has nothing, and lacks world_size, rank"),
-        (lambda: averaged_by(None).subscribe(3), "Expected a function of StepStats, got 3"),
+        (lambda: averaged_by(None).subscribe(3), "Invalid receiver=3. Must be a function of StepStats"),
         (lambda: SparseModelAverager(Net().requires_grad_(False), fixed), "nothing to average"),
         (lambda: SparseModelAverager(Net(), fixed, DriftOptions(every_n_steps=1 + dist.get_rank())), "every_n_steps"),
         (lambda: DriftOptions(every_n_steps=0), "at least 1"),

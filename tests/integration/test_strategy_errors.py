@@ -122,7 +122,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (simulated, {"exchange": "ring"}, "Invalid exchange='ring'"),
     (simulated, {"local_clip_norm": -1.0}, "local_clip_norm"),
     *((simulated, {"own_attributes": names}, f"Invalid own_attributes={names!r}. Must") for names in ("hidden", [1])),
-    (DDP, {"threshold": 0.1, "layer_thresholds": {1: 0.1}}, "1 must be a pattern of parameter names"),
+    (DDP, {"threshold": 0.1, "layer_thresholds": {1: 0.1}}, "Must be λ by pattern of names, not by 1"),
     (DDP, {"threshold": 10**400}, "Must be a finite number"),
     *((DDP, {"local_clip_norm": norm}, f"Invalid local_clip_norm={norm!r}. Must be") for norm in ("a", True)),
     (DensityMonitor, {"image_columns": "x"}, "Invalid image_columns='x'. Must be a whole number"),

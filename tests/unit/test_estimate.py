@@ -86,5 +86,5 @@ def test_estimate_rejects_numbers_out_of_range(options, message):
 
 @pytest.mark.parametrize("model", ["resnet18", True, None])
 def test_estimate_rejects_other_types_than_models_and_numbers(model):
-    with pytest.raises(TypeError, match=f"Expected a module or the number of its parameters, got {model!r}"):
+    with pytest.raises(TypeError, match=f"Invalid {model=}. Must be a module or the number"):
         estimate(model, num_workers=2, gbit_per_s=1.0)

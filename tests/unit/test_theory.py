@@ -235,7 +235,7 @@ PAIR = torch.ones(2, 2)
     ("call", "message"),
     [
         (lambda: total_error(PAIR, PAIR), r"Got sent of torch.float32, shape \(2, 2\). Must be bool, \(2, 2\)"),
-        (lambda: optimal_threshold(PAIR / 0 * 0, 1), "The sequence contains NaN"),
+        (lambda: optimal_threshold(PAIR / 0 * 0, 1), "Got a sequence with NaN"),
         (lambda: squared_error_bound(0, 1.0), r"Invalid num_elements=0\. Must be a whole number of at least 1"),
         (lambda: top_k_squared_error_bound(2.0, 1.0), r"Invalid density=2\.0\. Must be within \(0, 1\]"),
         (lambda: Problem(0.0, 1, 1.0), r"Invalid smoothness=0\.0\. Must be finite and above 0"),

@@ -1,4 +1,4 @@
-"""Headings of docs/troubleshooting.md quote messages of the sources word by word."""
+"""Headings of docs/troubleshooting.md quote messages of the sources word by word, and no message is missing."""
 
 import ast
 import importlib.util
@@ -44,6 +44,29 @@ def strings_of(package: Path) -> list[str]:
     return [text for path in files for node in ast.walk(ast.parse(path.read_text())) if (text := texts_of(node))]
 
 
+MESSENGERS = {"rank_zero_warn", "rank_zero_info", "_warn", "_report", "ValueError", "TypeError", "RuntimeError"}
+"""Functions and exceptions whose longest string is a message to the user. `DamagedStateError` has its own entry."""
+WITHOUT_ENTRY = {
+    "lightning_sparse: …. See docs/local-training.md.": "a frame of messages that have entries",
+    "lightning_sparse: …. See docs/big-models.md.": "a frame of messages that have entries",
+    "Got …=…. ….": "a frame of messages that have entries",
+    "Exchange … failed: …": "a frame of messages that have entries",
+    "Invalid runs=…. Must cover 0 to …, each run starting at the previous run's end.": "an internal check",
+    "Invalid …: …. Must be contiguous, of shape (…,).": "an internal check",
+    "Got … names for … sizes. Give one size per name.": "an internal check",
+    "Calibration is not complete: … of … steps measured, sum of squared gradient norms ….": "an internal check",
+}
+
+
+def told_by(package: Path) -> list[str]:
+    """Returns the messages of a package's errors and warnings, with `…` for each value."""
+    calls = [node for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    calls = [node for node in calls if isinstance(node, ast.Call)]
+    named = [call for call in calls if getattr(call.func, "id", getattr(call.func, "attr", "")) in MESSENGERS]
+    texts = [[text for argument in call.args if (text := texts_of(argument))] for call in named]
+    return [max(found, key=len).replace(GAP, "…") for found in texts if any(" " in text for text in found)]
+
+
 def occurs(message: str, strings: list[str]) -> bool:
     """Returns whether a string has the parts of a message in order, with a gap for each `…`."""
     parts = [part for part in message.split("…") if part.strip()]
@@ -66,6 +89,13 @@ MESSAGES = [entry for entry in messages_of(PAGE.read_text()) if entry[0] != "Mes
 @pytest.mark.parametrize(("section", "message"), MESSAGES, ids=[message[:40] for _, message in MESSAGES])
 def test_the_sources_contain_each_message_of_the_page(section: str, message: str) -> None:
     assert any(occurs(message, strings_of(package)) for package in sources_of(section))
+
+
+@pytest.mark.parametrize("text", sorted({*told_by(Path(lightning_sparse.__file__).parent)}), ids=lambda text: text[:40])
+def test_the_page_has_each_message_of_the_package(text: str) -> None:
+    parts = [[part.strip() for part in message.split("…") if part.strip()] for _, message in MESSAGES]
+    has_entry = any(re.search(".*".join(map(re.escape, of_one)), text, re.DOTALL) for of_one in parts)
+    assert has_entry != (text in WITHOUT_ENTRY)
 
 
 def test_occurs_rejects_a_message_that_no_source_contains() -> None:
