@@ -30,10 +30,11 @@ class TransportOptions:
             them, so bytes do not grow with the number of workers; for gradients and a hard threshold. ``"dense"``:
             all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes. ``"auto"``:
             gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
-        link_gbit_s: rate of a worker's link between nodes, above 0, in Gbit/s and one direction, for
-            ``exchange="auto"``. If ranks of a node share a link, divide its rate by their number. None assumes
-            10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100 Gbit/s between nodes. Over Gloo, small payloads
-            are sent together, up to the bytes that the link carries in 1 ms, or 64 kB if None.
+        link_gbit_s: rate at which a worker receives from other nodes, above 0, in Gbit/s, for ``exchange="auto"``: the
+            rate of a node's network card, which a ring of workers crosses once. With sharded replicas, all ranks of a
+            node receive at the same time, so divide the rate by their number. None assumes 10 Gbit/s on CPUs, and on
+            GPUs NVLink inside a node and 100 Gbit/s between nodes. Over Gloo, small payloads are sent together, up to
+            the bytes that the link carries in 1 ms, or 64 kB if None.
 
     Raises:
         ValueError: an option has a value that is not allowed.

@@ -92,7 +92,8 @@ def estimate(
     Args:
         model: the module whose parameters with ``requires_grad`` are exchanged; or their number of elements.
         num_workers: n, at least 2.
-        gbit_per_s: rate of a worker's link, in one direction, above 0. Workers of a node share its link.
+        gbit_per_s: rate at which a worker receives, above 0: that of a node's network card, divided by the ranks of a
+            node if replicas are sharded.
         density: share of sent coordinates, in (0, 1].
         value_dtype: the dtype of values in payloads.
         compute_seconds: time of a step without any exchange, if it is known.
