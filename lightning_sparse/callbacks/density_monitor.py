@@ -64,7 +64,7 @@ class DensityMonitor(StepMonitor):
         if not isinstance(strategy, SparseStrategy):
             return
         self._target_density = asked_density(strategy.sparsifier)
-        self._averages = "drift" if strategy.averages == "drifts" else "gradient"
+        self._averages = strategy.state.kind.removesuffix("s")
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
         self._times = StepTimes()
         if not isinstance(strategy, SimulatedWorkersStrategy):

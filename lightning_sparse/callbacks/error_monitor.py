@@ -49,7 +49,7 @@ class ErrorMonitor(StepMonitor):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy, is_due = trainer.strategy, self._every is not None and logging_step(trainer) % self._every == 0
         if is_due and tensorboard_loggers(trainer) and isinstance(strategy, SparseStrategy):
-            averaged = strategy.averages.removesuffix("s")
+            averaged = strategy.state.kind.removesuffix("s")
             is_part_of_drift = getattr(strategy._options, "keep_drift", False)
             kinds = (averaged,) if is_part_of_drift else ("compensated", "residual", averaged)
             strategy.state.watch_next(partial(_add_histograms, trainer, kinds))

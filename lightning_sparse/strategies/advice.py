@@ -44,13 +44,13 @@ class Advice:
     """Reports likely problems of a fit from its statistics, without communication.
 
     Args:
-        averages: ``"gradients"``, ``"gradients of shards"`` or ``"drifts"``.
         averager: the averager of the fit; exchanges of a single worker are ignored.
         options: the options of the exchange.
+        is_sharded: whether the strategy is for sharded replicas.
     """
 
-    def __init__(self, averages: str, averager: Averager, options: TransportOptions) -> None:
-        self._averages, self._options = averages, options
+    def __init__(self, averager: Averager, options: TransportOptions, *, is_sharded: bool) -> None:
+        self._kind, self._options, self._is_sharded = averager.kind, options, is_sharded
         self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         self._sparsifier = averager.sparsifier
         self._is_watching = False
@@ -73,7 +73,7 @@ class Advice:
         self._silent_layers: dict[str, float] = {}
         is_alone = self._num_workers == 1 and isinstance(self._sparsifier, Dense)  # not a simulated worker
         if is_alone and num_exchanges is not None:
-            text = f"a single worker exchanges nothing: its {self._averages} are not sparsified."
+            text = f"a single worker exchanges nothing: its {self._kind} are not sparsified."
             self._report("alone", text, "troubleshooting")
         if not self._is_watching or self._sends_all:
             return
@@ -96,13 +96,12 @@ class Advice:
                 f"Set density={_rounded_up(min(1.0, FEWEST_SENT / max(self._num_exchanges, 1))):.1g}.",
             )
         normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
-        if self._averages != "drifts" and normalising:
-            is_sharded = self._averages == "gradients of shards"
+        if self._kind != "drifts" and normalising:
             self._report(
                 "optimizer",
                 f"{shortened(normalising[-1], 20)} normalises gradients, so sparse ones train worse. Use "
-                f"'local_{'hsdp_' if is_sharded else ''}hardthreshold'.",
-                "big-models" if is_sharded else "local-training",
+                f"'local_{'hsdp_' if self._is_sharded else ''}hardthreshold'.",
+                "big-models" if self._is_sharded else "local-training",
             )
 
     @property
@@ -170,7 +169,7 @@ class Advice:
         grown = stats.squared_error - self._silent_since
         has_grown = grown > 1e-6 * stats.squared_error
         if not isinstance(self._sparsifier, HardThreshold) or (self._options.keeps_rest and not has_grown):
-            if self._averages == "drifts":
+            if self._kind == "drifts":
                 return  # weights do not change with a learning rate of 0
             cause = "gradients are zero. Check that the loss depends on the weights."
         else:

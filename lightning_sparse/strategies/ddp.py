@@ -39,7 +39,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         state: the `SparseState` of the running or last ``fit``, None before.
     """
 
-    averages = "gradients"
     state: SparseState | None
     _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
     _options: ExchangeOptions

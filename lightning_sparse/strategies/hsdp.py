@@ -35,7 +35,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
         state: the `ShardExchange` of the running or last ``fit``, None before.
     """
 
-    averages = "gradients of shards"
     state: ShardExchange | None
     _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
     _leaves_out = frozenset({"error_feedback", "local_clip_norm"})

@@ -36,7 +36,6 @@ _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")  # the first fro
 class LocalTraining(SparseStrategy):
     """Uses the mean of all workers' weights in validation and after ``fit``."""
 
-    averages = "drifts"
     state: SparseModelAverager | None
     _takes: ClassVar[tuple[type, ...]] = (DriftOptions,)
     _options: DriftOptions

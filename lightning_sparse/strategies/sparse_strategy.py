@@ -51,8 +51,6 @@ class SparseStrategy(TakesOptions):
         TypeError: an argument is unknown, or the sparsifier has a wrong type.
     """
 
-    averages: ClassVar[str]
-    """``"gradients"``, ``"gradients of shards"`` or ``"drifts"``."""
     state: Any
     _progress_at_start: object
     _by_threshold: ClassVar[str] = "HardThreshold"
@@ -90,7 +88,7 @@ class SparseStrategy(TakesOptions):
         self.state = state
         self.step_log = StepLog()
         state.subscribe(self.step_log.add)
-        self._advice = Advice(self.averages, state, self._options)
+        self._advice = Advice(state, self._options, is_sharded=self._is_sharded)
 
     # Steps.
 

@@ -61,7 +61,8 @@ class Situation:
     expected: list[str] = field(default_factory=list)
     sparsifier: Sparsifier = field(default_factory=lambda: _calibrated(0.01))
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
-    averages: str = "gradients"
+    kind: str = "gradients"
+    is_sharded: bool = False
     planned: float | None = 10_000
     workers: int = WORKERS
     keeps_rest: bool = True
@@ -123,7 +124,7 @@ SITUATIONS = {
         [step(0, error=0.0)] * 200, [r"too high or gradients are 0. λ is being lowered"], keeps_rest=False
     ),
     "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
-    "nothing moves": Situation([step(10)] + [step(0)] * 200, averages="drifts"),
+    "nothing moves": Situation([step(10)] + [step(0)] * 200, kind="drifts"),
     "a single simulated worker": Situation([], workers=1),
     "everything after set_threshold(0)": Situation([step(1000)] * 300, sparsifier=_calibrated(0.01, 0.0)),
     "thrown away": Situation([CALIBRATION] * 20, optimizer=torch.optim.Adam, planned=None),
@@ -156,9 +157,9 @@ SITUATIONS = {
     ),
     "Adam on shards": Situation(
         [], [r"Use 'local_hsdp_hardthreshold'. See docs/big-models.md"],
-        optimizer=torch.optim.Adam, averages="gradients of shards",
+        optimizer=torch.optim.Adam, is_sharded=True,
     ),
-    "Adam on drifts": Situation([], optimizer=torch.optim.AdamW, averages="drifts"),
+    "Adam on drifts": Situation([], optimizer=torch.optim.AdamW, kind="drifts"),
     "Adam with everything sent": Situation([], optimizer=torch.optim.Adam, sparsifier=HardThreshold(threshold=0.0)),
     "layers that never send": Situation(
         [step(10, layers={"a": (5, 1.0), "b": (0, 2.0), "c": (0, 0.0)})] * 600,
@@ -188,13 +189,14 @@ def listen(situation: Situation) -> list[str]:
         sparsifier=situation.sparsifier,
         workers=SimpleNamespace(num_workers=situation.workers),
         num_elements=situation.trained,
+        kind=situation.kind,
         subscribe=subscribers.append,
     )
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     warned: list[str] = []
     with messages_of(messages), warnings_of(warned):
         options = ExchangeOptions("gradient" if situation.keeps_rest else "none")
-        advice = Advice(situation.averages, holder, options)
+        advice = Advice(holder, options, is_sharded=situation.is_sharded)
         for planned, steps in ((None, situation.searched), (situation.planned, situation.steps)):
             advice.begin([optimizer], planned)
             for number, exchange in enumerate(steps):
@@ -231,14 +233,14 @@ class ScheduleFreeAdamWithAVeryLongName(torch.optim.Adam):
 
 EXTREMES = [
     *(
-        Situation([], averages=what, workers=1, sparsifier=Dense())
-        for what in ("gradients", "drifts", "gradients of shards")
+        Situation([], kind=kind, workers=1, sparsifier=Dense())
+        for kind in ("gradients", "drifts")
     ),
     *(Situation([], trained=size) for size in (1, 26_000)),
     *(Situation([], sparsifier=_calibrated(TINY, 1.0), planned=planned) for planned in (1.0, 1.23456e6, 1.23456e9)),
     *(
-        Situation([], averages=what, optimizer=ScheduleFreeAdamWithAVeryLongName)
-        for what in ("gradients", "gradients of shards")
+        Situation([], is_sharded=is_sharded, optimizer=ScheduleFreeAdamWithAVeryLongName)
+        for is_sharded in (False, True)
     ),
     *(
         Situation([replace(step(sent), num_elements=int(HUGE))] * 200, sparsifier=_calibrated(density, λ))

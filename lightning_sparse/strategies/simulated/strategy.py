@@ -66,7 +66,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     """
 
     strategy_name = "simulated_workers"
-    averages = "gradients"
     state: SimulatedWorker | None
     _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
     _leaves_out = frozenset({"error_feedback", "link_gbit_s"})
