@@ -231,10 +231,10 @@ class MarkingSparsifier(Sparsifier):
         return Selection(indices, self.values(compensated, layout)[indices])
 
 
-def require_sparsifier(value: object, advice: str = "") -> None:
+def require_sparsifier(value: object) -> None:
     """Raises TypeError unless this is an instance of a sparsifier."""
     if not isinstance(value, Sparsifier):
-        raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {value!r}.{advice}")
+        raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {value!r}.")
 
 
 def is_number(value: object) -> bool:

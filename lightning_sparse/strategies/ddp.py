@@ -43,7 +43,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
     _options: ExchangeOptions
     _lightning_arguments = ddp_arguments
-    _by_threshold = "DDPHardThresholdStrategy"
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(ExchangeOptions, kwargs)

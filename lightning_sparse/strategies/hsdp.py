@@ -40,7 +40,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
     _leaves_out = frozenset({"error_feedback", "local_clip_norm"})
     _options: ExchangeOptions
     _averager_class = ShardExchange
-    _by_threshold = "HSDPHardThresholdStrategy"
     _call_each_step = "average_gradients() before"
     _observer: StepObserver | None = None
 
@@ -104,7 +103,6 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
 
     state: ShardModelAverager | None
     _averager_class = ShardModelAverager
-    _by_threshold = "LocalHSDPHardThresholdStrategy"
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:

@@ -168,7 +168,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     """
 
     _lightning_arguments = process_group_arguments
-    _by_threshold = "LocalHardThresholdStrategy"
     _is_in_a_step = False
     """Whether a backward may still need the weights of its forward."""
 

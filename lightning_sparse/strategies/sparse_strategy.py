@@ -53,8 +53,6 @@ class SparseStrategy(TakesOptions):
 
     state: Any
     _progress_at_start: object
-    _by_threshold: ClassVar[str] = "HardThreshold"
-    """The class that takes a threshold instead of a sparsifier, for a message."""
     _options: ExchangeOptions | DriftOptions
     _is_sharded: ClassVar[bool] = False
     """Whether replicas are sharded. Only checkpoints of sharded replicas may be folders."""
@@ -62,7 +60,7 @@ class SparseStrategy(TakesOptions):
     """The call that a loop without torch optimizers needs, for a warning; None disables the warning."""
 
     def __init__(self, sparsifier: Sparsifier, *, worker_state: WorkerState = "full", **kwargs: Any) -> None:
-        require_sparsifier(sparsifier, f" For a threshold alone use {self._by_threshold}(threshold=0.01).")
+        require_sparsifier(sparsifier)
         require_word("worker_state", worker_state, get_args(WorkerState))
         self._options.require(sparsifier)
         kwargs = self._lightning_arguments(kwargs)

@@ -177,16 +177,9 @@ def test_an_unknown_argument_raises_without_a_suggestion() -> None:
 
 
 @pytest.mark.parametrize("sparsifier", [0.01, "top_k", None, TopK, HardThreshold])
-@pytest.mark.parametrize(
-    ("make", "by_threshold"),
-    [
-        (SparseDDPStrategy, "DDPHardThresholdStrategy"),
-        (SparseLocalStrategy, "LocalHardThresholdStrategy"),
-        (SimulatedWorkersStrategy, ""),
-    ],
-)
-def test_other_types_than_sparsifiers_raise(make: Any, by_threshold: str, sparsifier: Any) -> None:
-    with pytest.raises(TypeError, match=f"Expected a sparsifier such as .*{by_threshold}") as raised:
+@pytest.mark.parametrize("make", [SparseDDPStrategy, SparseLocalStrategy, SimulatedWorkersStrategy])
+def test_other_types_than_sparsifiers_raise(make: Any, sparsifier: Any) -> None:
+    with pytest.raises(TypeError, match="Expected a sparsifier such as") as raised:
         make(sparsifier)
     assert f"got {sparsifier!r}" in str(raised.value)
 
