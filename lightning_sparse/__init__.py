@@ -27,17 +27,16 @@ from lightning_sparse.sparsifiers import (
     WholeStep,
 )
 from lightning_sparse.sparsifiers.threshold_rules import paper_threshold
-from lightning_sparse.strategies import (
+from lightning_sparse.strategies import register_strategies
+from lightning_sparse.strategies.ddp import SparseDDPStrategy
+from lightning_sparse.strategies.hard_threshold import (
     DDPHardThresholdStrategy,
     HSDPHardThresholdStrategy,
     LocalHardThresholdStrategy,
     LocalHSDPHardThresholdStrategy,
-    SparseDDPStrategy,
-    SparseHSDPStrategy,
-    SparseLocalHSDPStrategy,
-    SparseLocalStrategy,
-    register_strategies,
 )
+from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
+from lightning_sparse.strategies.local import SparseLocalStrategy
 from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrategy
 
 __all__ = [

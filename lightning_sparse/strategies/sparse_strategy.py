@@ -199,11 +199,6 @@ class SparseStrategy(TakesOptions):
         """Restore the averagers from a checkpoint; return this rank's extra content. Collective."""
         return restore(self.averagers, checkpoint.get(KEY), **places)
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing; the inherited method would register the base's names again."""
-
 
 def tell_epoch(averager: Averager, epoch: int, optimizers: Sequence[Optimizer]) -> None:
     """Begin an epoch in an averager unless it has already begun."""

@@ -267,7 +267,6 @@ def test_no_other_form_is_registered() -> None:
 def test_registering_again_changes_nothing() -> None:
     before = {name: dict(StrategyRegistry[name]) for name in StrategyRegistry}
     register_strategies()
-    DDP.register_strategies(StrategyRegistry)
     assert {name: dict(StrategyRegistry[name]) for name in StrategyRegistry} == before
 
 
