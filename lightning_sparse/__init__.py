@@ -4,7 +4,9 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 """
 
 from lightning_sparse._version import __version__ as __version__
-from lightning_sparse.callbacks import AverageDensity, DensityMonitor, ErrorMonitor, TotalError
+from lightning_sparse.callbacks.density_monitor import DensityMonitor
+from lightning_sparse.callbacks.error_monitor import ErrorMonitor
+from lightning_sparse.callbacks.metrics import AverageDensity, TotalError
 from lightning_sparse.drift import DriftOptions, SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine import StepStats
