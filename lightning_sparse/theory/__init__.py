@@ -24,7 +24,7 @@ from lightning_sparse.theory.bounds import (
     top_k_squared_error_bound,
 )
 from lightning_sparse.theory.lag import ResidualStatistics, residual_statistics
-from lightning_sparse.theory.measurement import measured_noise, measured_smoothness
+from lightning_sparse.theory.measurement import measured_noise, measured_smoothness, optimal_threshold, total_error
 from lightning_sparse.theory.rates import (
     convex_contraction_rate,
     convex_rate,
@@ -32,7 +32,6 @@ from lightning_sparse.theory.rates import (
     strongly_convex_rate,
     top_k_contraction,
 )
-from lightning_sparse.theory.total_error import optimal_threshold, total_error
 
 __all__ = [
     "Problem",

@@ -1,9 +1,7 @@
 """Bounds of residuals and of convergence; docs/theory.md proves them."""
 
 from dataclasses import dataclass
-from math import sqrt
-
-from lightning_sparse.theory.arguments import require
+from math import isfinite, sqrt
 
 
 def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
@@ -95,7 +93,7 @@ def convex_bound(
     Raises:
         ValueError: a learning rate for which the bound does not hold.
     """
-    _require_rate(problem, learning_rate, is_convex=True)
+    _require_at_most(learning_rate, problem.largest_learning_rate(is_convex=True))
     require(num_steps=num_steps, squared_distance=squared_distance, squared_error=squared_error)
     return (
         2 * squared_distance / (learning_rate * num_steps)
@@ -121,7 +119,7 @@ def nonconvex_bound(
     Raises:
         ValueError: a learning rate for which the bound does not hold.
     """
-    _require_rate(problem, learning_rate, is_convex=False)
+    _require_at_most(learning_rate, problem.largest_learning_rate(is_convex=False))
     require(num_steps=num_steps, suboptimality=suboptimality, squared_error=squared_error)
     return (
         4 * suboptimality / (learning_rate * num_steps)
@@ -184,8 +182,19 @@ def threshold_from_estimates(
     return 2 * sqrt(error / num_selected)
 
 
-def _require_rate(problem: Problem, learning_rate: float, *, is_convex: bool) -> None:
-    _require_at_most(learning_rate, problem.largest_learning_rate(is_convex=is_convex))
+def require(**numbers: float) -> None:
+    """Raise ValueError if a number is outside the range of its name."""
+    for name, value in numbers.items():
+        if name.startswith("num_"):
+            is_allowed, allowed = value >= 1 and value % 1 == 0, "a whole number of at least 1"
+        elif name in ("density", "contraction"):
+            is_allowed, allowed = 0 < value <= 1, "within (0, 1]"
+        elif name in ("learning_rate", "smoothness"):
+            is_allowed, allowed = value > 0, "finite and above 0"
+        else:
+            is_allowed, allowed = value >= 0, "finite and at least 0"
+        if not (is_allowed and isfinite(value)):
+            raise ValueError(f"Invalid {name}={value}. Must be {allowed}.")
 
 
 def _require_at_most(learning_rate: float, largest: float) -> None:

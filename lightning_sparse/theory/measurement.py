@@ -1,11 +1,9 @@
-"""Estimates of a problem's constants from gradients."""
+"""Functions of recorded gradients: estimates of a problem's constants, total error and its best threshold."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from lightning_sparse.theory.arguments import require_real
 
 
 def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
@@ -27,7 +25,7 @@ def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
         raise ValueError(f"Got draws of shapes {shapes}. Must be (draws, d) for every worker.")
     if any(len(draws) < 2 for draws in gradients):
         raise ValueError(f"Got {min(map(len, gradients))} draws of a worker. Must be at least 2 to have a variance.")
-    require_real(*gradients)
+    _require_real(*gradients)
     variances = torch.stack([draws.double().var(dim=0).sum() for draws in gradients])
     means = torch.stack([draws.double().mean(dim=0) for draws in gradients])
     counts = variances.new_tensor([len(draws) for draws in gradients])
@@ -50,9 +48,59 @@ def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
         raise ValueError(
             f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Must be (points, d)."
         )
-    require_real(points, gradients)
+    _require_real(points, gradients)
     steps = points.double().diff(dim=0).norm(dim=1)
     changes = gradients.double().diff(dim=0).norm(dim=1)
     if not bool((steps > 0).any()):
         raise ValueError(f"Got {len(points)} equal points. Must be at least two different points.")
     return float((changes / steps)[steps > 0].max())
+
+
+def total_error(sequence: Tensor, sent: Tensor) -> float:
+    """Return Σ_t ‖a_t − sent part of a_t‖², the total error of a training.
+
+    Args:
+        sequence: a_t, the compensated gradients, shape (T, d).
+        sent: bool of the same shape.
+
+    Raises:
+        ValueError: a mask of another shape or another dtype.
+    """
+    if sent.dtype != torch.bool or sent.shape != sequence.shape:
+        raise ValueError(f"Got sent of {sent.dtype}, shape {tuple(sent.shape)}. Must be bool, {tuple(sequence.shape)}.")
+    _require_real(sequence)
+    return float((sequence.double() ** 2)[~sent].sum())
+
+
+def optimal_threshold(sequence: Tensor, budget: int) -> float:
+    """Return the λ of the smallest total error for a number of sent coordinates of a fixed sequence (Lemma 3).
+
+    λ is the budget-th largest magnitude of all steps together. If several coordinates have this magnitude, all of them
+    are sent, a few more than the budget.
+
+    Args:
+        sequence: a_t, shape (T, d).
+        budget: coordinates to send in all T steps together, from 1 to T · d.
+
+    Raises:
+        ValueError: a budget outside that range, or a NaN, which has no magnitude.
+
+    Example:
+        >>> optimal_threshold(torch.tensor([[3.0, -1.0], [0.5, 2.0]]), budget=2)
+        2.0
+    """
+    if not 1 <= budget <= sequence.numel() or budget % 1 != 0:
+        raise ValueError(
+            f"Invalid {budget=}. Must be a whole number from 1 to {sequence.numel()}, the coordinates of all steps."
+        )
+    _require_real(sequence)
+    magnitudes = sequence.double().abs().flatten()
+    if bool(magnitudes.isnan().any()):
+        raise ValueError("Got a sequence with NaN. Must be numbers only.")
+    return float(magnitudes.kthvalue(sequence.numel() - int(budget) + 1).values)
+
+
+def _require_real(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.is_complex():
+            raise ValueError(f"Got {tensor.dtype}. Must be real: convert complex tensors with torch.view_as_real.")

@@ -6,8 +6,7 @@ most (1 − δ) ‖p‖²: see `top_k_contraction`. Compare how rates grow; do n
 
 from math import exp, sqrt
 
-from lightning_sparse.theory.arguments import require
-from lightning_sparse.theory.bounds import Problem
+from lightning_sparse.theory.bounds import Problem, require
 
 
 def strongly_convex_rate(problem: Problem, squared_distance: float, num_steps: int, absolute_error: float) -> float:
