@@ -1,6 +1,5 @@
 """Shows density per layer and over the run as a histogram, an image and a table."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,9 +51,7 @@ class DensityMonitor(StepMonitor):
         super().__init__(per_layer, "sparse/average_density", self.average_density)
         self._history = _LayerHistory(image_columns)
         self._target_density: float | None = None
-        self._since = ""
         self._averages, self._sender = "gradient", "worker"
-        self._totals: defaultdict[str, float] = defaultdict(int)
         self._times = StepTimes()
 
     @override
@@ -152,7 +149,7 @@ class DensityMonitor(StepMonitor):
             rows.append(("times fewer after calibration", f"{total['later_dense_bytes'] / later_sent:.1f}"))
         rows += self._times.rows()
         if layers := self._history.densest(3):
-            rows.append((f"densest layers (elements){self._since}", ""))
+            rows.append((f"densest layers (elements){', since the resume' * self._has_resumed}", ""))
         for name, size, density in layers:
             elements = f" ({size:,})"
             rows.append((f"  {shortened(name, LAYER_COLUMNS - 2 - len(elements))}{elements}", f"{100 * density:.4g} %"))
@@ -161,19 +158,6 @@ class DensityMonitor(StepMonitor):
         if verdict := self._times.verdict():
             lines.append(f"  {verdict}")
         return "\n".join([f"Sparse {self._averages} exchange", *lines])
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        sums = {name: getattr(self.average_density, name).item() for name in ("selected", "elements")}
-        return {**sums, "totals": dict(self._totals)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.average_density.selected.fill_(state_dict["selected"])
-        self.average_density.elements.fill_(state_dict["elements"])
-        self._totals.update(state_dict["totals"])
-        self._has_numbers = self._totals["steps"] > 0
-        self._since = ", since the resume" if self._has_numbers else ""
 
 
 class _LayerHistory:

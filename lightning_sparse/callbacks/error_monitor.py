@@ -42,7 +42,6 @@ class ErrorMonitor(StepMonitor):
             require_count("histograms_every_n_steps", histograms_every_n_steps)
         self.total_error = TotalError()
         super().__init__(per_layer, "sparse/total_error", self.total_error)
-        self._last_error_norm = self._largest_error_norm = 0.0
         self._every = histograms_every_n_steps
 
     @override
@@ -57,8 +56,8 @@ class ErrorMonitor(StepMonitor):
     @override
     def take_in(self, step: StepStats) -> None:
         self.total_error.update(step)
-        self._last_error_norm = step.error_norm
-        self._largest_error_norm = max(self._largest_error_norm, step.error_norm)
+        self._totals["last_error_norm"] = step.error_norm
+        self._totals["largest_error_norm"] = max(self._totals["largest_error_norm"], step.error_norm)
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
@@ -67,26 +66,12 @@ class ErrorMonitor(StepMonitor):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._largest_error_norm and trainer.is_global_zero:
+        last, largest = self._totals["last_error_norm"], self._totals["largest_error_norm"]
+        if largest and trainer.is_global_zero:
             print(
-                f"Sparse error feedback: error norm {self._last_error_norm:.4g} at the end, "
-                f"{self._largest_error_norm:.4g} at most; total error {self.total_error.compute().item():.4g}"
+                f"Sparse error feedback: error norm {last:.4g} at the end, {largest:.4g} at most; "
+                f"total error {self.total_error.compute().item():.4g}"
             )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "total_error": self.total_error.compute().item(),
-            "last_error_norm": self._last_error_norm,
-            "largest_error_norm": self._largest_error_norm,
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.total_error.squared_error.fill_(state_dict["total_error"])
-        self._last_error_norm = state_dict["last_error_norm"]
-        self._largest_error_norm = state_dict["largest_error_norm"]
-        self._has_numbers = True
 
 
 def _add_histograms(trainer: Trainer, kinds: Sequence[str], bucket: FlatBucket) -> None:

@@ -1,5 +1,6 @@
 """The base class of the monitors, which handles every exchange once, between batches."""
 
+from collections import defaultdict
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -8,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_sparse.engine.snapshot import copied
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
@@ -21,15 +23,18 @@ class StepMonitor(Callback):
     Args:
         per_layer: whether to follow single layers.
         name: logs the total under this name after every batch from the first exchange on.
-        total: metric over the run, which ``take_in`` updates.
+        total: metric over the run, which ``take_in`` updates, as it does ``_totals``. Checkpoints hold both.
     """
 
     def __init__(self, per_layer: bool, name: str, total: Metric) -> None:
         self.per_layer = per_layer
         self._name, self._total = name, total
+        total.persistent(True)
+        self._totals: defaultdict[str, float] = defaultdict(int)
+        self._has_resumed = False
         self._new_steps: list[StepStats] = []
         self._newest: StepStats | None = None
-        self._has_new_layers = self._has_numbers = False
+        self._has_new_layers = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -55,10 +60,10 @@ class StepMonitor(Callback):
     ) -> None:
         for step in self._new_steps:  # empty during gradient accumulation and between rarer exchanges
             self.take_in(step)
-            self._newest, self._has_new_layers, self._has_numbers = step, self.per_layer, True
+            self._newest, self._has_new_layers = step, self.per_layer
         self._new_steps.clear()
         # In every batch, because Lightning drops earlier logs at the end of an epoch. Barebones, it warns about logs.
-        if self._has_numbers and not trainer.barebones:
+        if self._totals and not trainer.barebones:
             pl_module.log(self._name, self._total.compute().float(), on_step=True, batch_size=1)
         # Lightning logs a batch only if it is the last of a step.
         accumulates = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
@@ -66,6 +71,17 @@ class StepMonitor(Callback):
         if self._newest is not None and self._has_new_layers and is_logged:
             self.log_layers(trainer, self._newest)
             self._has_new_layers = False
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = copied({"total": self._total.state_dict(), "totals": self._totals})
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._total.load_state_dict(state_dict["total"])
+        self._totals.update(state_dict["totals"])
+        self._has_resumed = bool(self._totals)
 
     def take_in(self, step: StepStats) -> None:
         """Process the numbers of an exchange, on every worker, at the end of its batch."""
