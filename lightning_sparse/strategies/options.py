@@ -12,7 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch.nn.parallel import DistributedDataParallel
 
 Options = TypeVar("Options")
-SECTION = re.compile(r"[A-Z]\w+:$")
+SECTION = re.compile(r"^([A-Z]\w+:)\n", re.MULTILINE)
+ENTRY = re.compile(r"^ {4}(\S+):.*(?:\n {5}.*)*", re.MULTILINE)
+"""A parameter's name and description in a docstring."""
 _REPLACED_ARGUMENTS = {
     "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
     "to compress values further, or Lightning's DDPStrategy for another hook",
@@ -85,7 +87,7 @@ def _parameters(cls: type) -> list[Parameter]:
 def _documentation(cls: type, parameters: Iterable[Parameter]) -> str:
     """Return a class's docstring with all its parameters and, if missing, a base's errors."""
     sections = _sections(vars(cls)["_own_doc"])
-    entries: dict[str, list[str]] = {}
+    entries: dict[str, str] = {}
     for base in _classes(cls):
         taken = [source for options in vars(base).get("_takes", ()) for source in reversed(options.__mro__)]
         own_doc = vars(base).get("_own_doc", "")
@@ -94,33 +96,20 @@ def _documentation(cls: type, parameters: Iterable[Parameter]) -> str:
         if "Raises:" in (inherited := _sections(own_doc)):
             sections.setdefault("Raises:", inherited["Raises:"])
     names = [f"**{option.name}" if option.kind is Parameter.VAR_KEYWORD else option.name for option in parameters]
-    arguments = [line for name in names for line in entries.get(name, [])]
-    parts = {"": sections.pop(""), "Args:": arguments} | {name: sections[name] for name in sections if name != "Args:"}
-    return "\n\n".join("\n".join([title, *lines]).strip() for title, lines in parts.items())
+    arguments = "\n".join(entries[name] for name in names if name in entries)
+    parts = {"": sections.pop(""), "Args:": ""} | sections | {"Args:": arguments}
+    return "\n\n".join(f"{title}\n{text}".strip() for title, text in parts.items())
 
 
-def _sections(docstring: str) -> dict[str, list[str]]:
-    """Return the lines of each section by title; the title of the first lines is empty."""
-    title = ""
-    sections: dict[str, list[str]] = {title: []}
-    for line in inspect.cleandoc(docstring).splitlines():
-        if SECTION.match(line):
-            title, sections[line] = line, []
-        else:
-            sections[title].append(line)
-    return sections
+def _sections(docstring: str) -> dict[str, str]:
+    """Return the text of each section by title; the title of the first lines is empty."""
+    first, *others = SECTION.split(inspect.cleandoc(docstring))
+    return {"": first, **dict(zip(others[::2], others[1::2], strict=True))}
 
 
-def _entries(docstring: str) -> dict[str, list[str]]:
+def _entries(docstring: str) -> dict[str, str]:
     """Return the lines in a docstring's ``Args`` section by parameter name."""
-    entries: dict[str, list[str]] = {}
-    name = ""
-    for line in _sections(docstring).get("Args:", []):
-        if line[4:5].strip():
-            name = line.strip().partition(":")[0]
-        if line.strip():
-            entries.setdefault(name, []).append(line)
-    return entries
+    return {entry[1]: entry[0] for entry in ENTRY.finditer(_sections(docstring).get("Args:", ""))}
 
 
 def ddp_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
