@@ -34,6 +34,9 @@ class LoaderOfWorkers:
 
     def __init__(self, loaders: Sequence[Any], as_worker: AsWorker) -> None:
         self._loaders, self._as_worker = loaders, as_worker
+        if all(isinstance(loader, _Stateful) for loader in loaders):
+            # By these methods, Lightning saves the position of a loader: rank 0's, as in DDP.
+            self.state_dict, self.load_state_dict = loaders[0].state_dict, self._load_state_dict
 
     def __len__(self) -> int:
         return min(map(len, self._loaders))
@@ -68,17 +71,7 @@ class LoaderOfWorkers:
         for loader in self._loaders:
             _set_sampler_epoch(loader, epoch)
 
-
-class StatefulLoaderOfWorkers(LoaderOfWorkers):
-    """Loaders with a position, of which checkpoints contain rank 0's as in DDP."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of rank 0's loader."""
-        state: dict[str, Any] = self._loaders[0].state_dict()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position of all loaders, as Lightning does in every process."""
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         for loader in self._loaders:
             loader.load_state_dict(copy.deepcopy(state))
 
@@ -109,8 +102,7 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
                 "Make a new one in train_dataloader, which is called for each worker."
             )
         loaders.append(_of_worker(loader, trainer, num_workers, rank) if isinstance(loader, DataLoader) else loader)
-    is_stateful = all(isinstance(loader, _Stateful) for loader in loaders)
-    return (StatefulLoaderOfWorkers if is_stateful else LoaderOfWorkers)(loaders, as_worker)
+    return LoaderOfWorkers(loaders, as_worker)
 
 
 def _of_worker(loader: DataLoader[Any], trainer: Trainer, num_workers: int, rank: int) -> DataLoader[Any]:
