@@ -78,11 +78,11 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
 
 def say_incomplete(kind: str, why: str) -> None:
     """Warn that a checkpoint of the right kind contains no tensors of workers."""
-    if kind == "gradients":
-        lost = "Unsent values are lost, and residuals start from zero."
-        rank_zero_warn(f"lightning_sparse: the checkpoint holds no residuals ({why}). {lost}")
-    else:
-        rank_zero_warn(f"lightning_sparse: the checkpoint holds no drifts ({why}). {STARTS[kind]}")
+    missing, start = {
+        "gradients": ("residuals", "Unsent values are lost, and residuals start from zero."),
+        "drifts": ("drifts", "All workers start with the checkpoint's weights as the anchor."),
+    }[kind]
+    rank_zero_warn(f"lightning_sparse: the checkpoint holds no {missing} ({why}). {start}")
 
 
 def warn_of_incomplete(kind: str, why: str, weights: str = "mean of the workers'") -> None:

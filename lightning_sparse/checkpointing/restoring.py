@@ -142,21 +142,14 @@ def _filled(target: Any, saved: Any) -> Any:
 
 def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Mapping[str, Any], SavedTensors]:
     """Return the content and its tensors; warn if tensors are missing."""
-    if not saved["has_folder"]:
-        has_steps = saved["numbers"]["last_step"] is not None
-        if kind == "gradients" and not saved["workers"] and has_steps:
-            say_incomplete(kind, saved["why_incomplete"] or "worker_state='small'")
-        return saved, SavedTensors(saved)
-    folder = None if path is None else path / FOLDER
-    if folder is not None:
-        # A file that was consolidated from a folder lacks the folder.
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return saved, SavedTensors(saved, folder)
-    starts = "Residuals start from zero; unsent values are lost."
-    if kind == "drifts":
-        starts = "All begin with the checkpoint's weights as the anchor; each worker's own state is lost."
-    rank_zero_warn(f"lightning_sparse: the checkpoint's folder {folder or FOLDER} is missing. {starts}")
-    saved = {**saved, "shared": {}, "workers": [], "extras": []}
+    if saved["has_folder"]:
+        if path is not None:
+            with suppress(FileNotFoundError, NotADirectoryError):  # a file consolidated from a folder has no folder
+                return saved, SavedTensors(saved, path / FOLDER)
+        say_incomplete(kind, f"its folder {FOLDER} is missing")
+        saved = {**saved, "shared": {}, "workers": [], "extras": []}
+    elif kind == "gradients" and not saved["workers"] and saved["numbers"]["last_step"] is not None:
+        say_incomplete(kind, saved["why_incomplete"] or "worker_state='small'")
     return saved, SavedTensors(saved)
 
 
@@ -171,17 +164,12 @@ def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) ->
 
 
 def _say_world_size(averager: Averager, saved: int) -> None:
+    start = {
+        "gradients": "each starts from the mean of the old residuals",
+        "drifts": "all begin with the mean of the old weights as the anchor, and with the checkpoint's own optimizers",
+    }[averager.kind]
     now = averager.workers.num_workers
-    if averager.kind == "drifts":
-        rank_zero_info(
-            f"lightning_sparse: the number of workers is {now} instead of {saved}: all begin with the mean of the old "
-            "weights as the anchor, and with the checkpoint's own optimizers."
-        )
-    else:
-        rank_zero_info(
-            f"lightning_sparse: the number of workers is {now} instead of {saved}: each starts from the mean of the "
-            "old residuals."
-        )
+    rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved}: {start}.")
 
 
 def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
