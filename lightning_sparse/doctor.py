@@ -16,32 +16,19 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse._version import __version__
-from lightning_sparse.exchange.estimate import estimate, gbit
+from lightning_sparse.exchange.estimate import Estimate, estimate, gbit
 from lightning_sparse.kernels import is_available, native
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "OMP_NUM_THREADS")
 LARGE_BYTES = 25 * 2**20
 """The default size of DDP's buckets."""
 LARGE_ROUNDS, SMALL_ROUNDS = 5, 20
-
-
-class LinkSpeed(NamedTuple):
-    """The speed of a dense all-reduce.
-
-    Attributes:
-        gbit_s: rate at which a worker receives a large tensor, in Gbit/s; its link's rate if the link is the limit.
-        round_seconds: time for a tensor of one element, the latency of messages.
-    """
-
-    gbit_s: float
-    round_seconds: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,10 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        speed = measure_link(device)
+        gbit_s, round_seconds = measure_link(device)
         if dist.get_rank() == 0:
             print("\n".join(describe_machine()))
-            print("\n".join(describe_link(speed, num_workers, options.parameters, options.density, on_gpu=on_gpu)))
+            prediction = estimate(
+                options.parameters, num_workers=num_workers, gbit_per_s=gbit_s, density=options.density, on_gpu=on_gpu
+            )
+            print(describe_link(prediction, round_seconds))
     finally:
         dist.destroy_process_group()
 
@@ -102,10 +92,11 @@ def describe_machine() -> list[str]:
     return lines
 
 
-def measure_link(device: torch.device) -> LinkSpeed:
-    """Return the speed of the default process group, measured in a few seconds. Collective.
+def measure_link(device: torch.device) -> tuple[float, float]:
+    """Return rate and latency of the default process group, measured in a few seconds. Collective.
 
-    Both numbers are medians of the slowest worker.
+    The rate, in Gbit/s, is that at which a worker receives a large tensor in an all-reduce: its link's rate if the link
+    is the limit. The latency is the time for a tensor of one element, in seconds. Both are of the slowest worker.
 
     Args:
         device: the device of the exchanged tensors.
@@ -117,29 +108,18 @@ def measure_link(device: torch.device) -> LinkSpeed:
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     large, small = slowest.tolist()
     received = 2 * (workers - 1) / workers * LARGE_BYTES
-    return LinkSpeed(8e-9 * received / max(large - small, 1e-9), small)
+    return 8e-9 * received / max(large - small, 1e-9), small
 
 
-def describe_link(speed: LinkSpeed, num_workers: int, num_elements: int, density: float, *, on_gpu: bool) -> list[str]:
-    """Return the lines of the measurement and of an estimate from it.
-
-    Args:
-        speed: the measured speed of the link.
-        num_workers: n.
-        num_elements: elements of the model.
-        density: share of coordinates to send, in (0, 1].
-        on_gpu: whether the link was measured on GPUs.
-    """
-    prediction = estimate(
-        num_elements, num_workers=num_workers, gbit_per_s=speed.gbit_s, density=density, on_gpu=on_gpu
+def describe_link(prediction: Estimate, round_seconds: float) -> str:
+    """Return the text of the measurement and of an estimate from it; ``round_seconds`` is the latency."""
+    rate = prediction.gbit_per_s
+    return (
+        f"Link: {gbit(rate)} Gbit/s to each of {prediction.num_workers} workers in an all-reduce of 26 MB; "
+        f"{1e3 * round_seconds:.2g} ms for a single element. Pass link_gbit_s={gbit(rate, 2)} to a strategy.\n"
+        f"{prediction}\n"
+        "After a fit, the table of DensityMonitor shows the gain of your training."
     )
-    return [
-        f"Link: {gbit(speed.gbit_s)} Gbit/s to each of {num_workers} workers in an all-reduce of 26 MB; "
-        f"{1e3 * speed.round_seconds:.2g} ms for a single element. "
-        f"Pass link_gbit_s={gbit(speed.gbit_s, 2)} to a strategy.",
-        str(prediction),
-        "After a fit, the table of DensityMonitor shows the gain of your training.",
-    ]
 
 
 def _all_reduce_seconds(tensor: Tensor, rounds: int) -> float:
