@@ -41,8 +41,6 @@ class LocalTraining(SparseStrategy):
     _options: DriftOptions
     _call_each_step = "step() after"
     _has_ended = False
-    _why_not: str | None = None
-    """The reason why a checkpoint that is being written lacks tensors of workers."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(DriftOptions, kwargs)
@@ -253,9 +251,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
             return content_of_launcher(self, "drifts")
         extra = {}
         if self.worker_state == "full":
-            extra["optimizer_states"] = checkpoint["optimizer_states"]
-            if self._precision_key in checkpoint:
-                extra["precision_state"] = checkpoint[self._precision_key]
+            kept = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
+            extra = {name: checkpoint[key] for name, key in kept.items() if key in checkpoint}
         why_not, self._why_not = self._why_not, None
         return collect_together(
             self.state,
@@ -273,7 +270,3 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded
             self.precision_plugin.load_state_dict(extra["precision_state"])
-
-    @property
-    def _precision_key(self) -> str:
-        return type(self.precision_plugin).__qualname__

@@ -55,7 +55,6 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     _is_sharded: ClassVar[bool] = True
     _lightning_arguments = model_parallel_arguments
     _save_barrier: SaveBarrier | None = None
-    _why_not: str | None = None
 
     def __init__(
         self,

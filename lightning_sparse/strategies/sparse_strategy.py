@@ -53,6 +53,8 @@ class SparseStrategy(TakesOptions):
 
     state: Any
     _progress_at_start: object
+    _why_not: str | None = None
+    """The reason why a checkpoint that is being written lacks tensors of workers."""
     _options: ExchangeOptions | DriftOptions
     _is_sharded: ClassVar[bool] = False
     """Whether replicas are sharded. Only checkpoints of sharded replicas may be folders."""
