@@ -19,6 +19,8 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 LAYER_COLUMNS = 62
 """The width of a layer's name and size in the table, which has 80 columns."""
+TOTALS = ("steps", "density", "payload_bytes", "dense_bytes", "dense_steps")
+"""Numbers that are summed over all exchanges, and over those of the calibration."""
 
 
 class DensityMonitor(StepMonitor):
@@ -78,18 +80,11 @@ class DensityMonitor(StepMonitor):
         self.average_density.update(step)
         if self.per_layer:
             self._history.add(step)
-        later = not step.is_calibration
-        for name, value in {
-            "steps": 1,
-            "payload_bytes": step.payload_bytes,
-            "dense_bytes": step.dense_bytes,
-            "dense_steps": step.dense_elements / step.num_elements if step.num_elements else 0,  # can be a fraction
-            "calibration_steps": not later,
-            "later_density": later * step.density,
-            "later_payload_bytes": later * step.payload_bytes,
-            "later_dense_bytes": later * step.dense_bytes,
-        }.items():
+        dense_steps = step.dense_elements / step.num_elements if step.num_elements else 0  # can be a fraction
+        numbers = (1, step.density, step.payload_bytes, step.dense_bytes, dense_steps)
+        for name, value in zip(TOTALS, numbers, strict=True):
             self._totals[name] += value
+            self._totals[f"calibration_{name}"] += value * step.is_calibration
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
@@ -126,7 +121,8 @@ class DensityMonitor(StepMonitor):
     def table(self) -> str:
         """Return the table of the run so far as text."""
         total = self._totals
-        calibration, later = total["calibration_steps"], total["steps"] - total["calibration_steps"]
+        calibration = total["calibration_steps"]
+        later = {name: total[name] - total[f"calibration_{name}"] for name in TOTALS}
         rows = [("steps exchanged", f"{total['steps']:,.0f}")]
         if total["dense_steps"]:
             rows.append(("  sent densely", f"{total['dense_steps']:,.4g}"))
@@ -135,8 +131,8 @@ class DensityMonitor(StepMonitor):
         if self._target_density is not None:
             rows.append(("density asked for", f"{100 * self._target_density:.4g} %"))
         rows.append(("average density", f"{100 * self.average_density.compute().item():.4g} %"))
-        if calibration and later:
-            rows.append(("density after calibration", f"{100 * total['later_density'] / later:.4g} %"))
+        if calibration and later["steps"]:
+            rows.append(("density after calibration", f"{100 * later['density'] / later['steps']:.4g} %"))
         if self._newest is not None and self._newest.threshold is not None:
             rows.append(("threshold λ at the end", f"{self._newest.threshold:.4g}"))
         sent, dense = total["payload_bytes"], total["dense_bytes"]
@@ -145,8 +141,8 @@ class DensityMonitor(StepMonitor):
             ("bytes if dense", _readable_bytes(dense)),
             ("times fewer", f"{dense / sent:.1f}" if sent else "-"),
         ]
-        if calibration and (later_sent := total["later_payload_bytes"]):
-            rows.append(("times fewer after calibration", f"{total['later_dense_bytes'] / later_sent:.1f}"))
+        if calibration and later["payload_bytes"]:
+            rows.append(("times fewer after calibration", f"{later['dense_bytes'] / later['payload_bytes']:.1f}"))
         rows += self._times.rows()
         if layers := self._history.densest(3):
             rows.append((f"densest layers (elements){', since the resume' * self._has_resumed}", ""))
