@@ -14,42 +14,21 @@ problem:
 The constants of the bounds are those of the proofs in docs/theory.md, which are short and complete.
 """
 
-from lightning_sparse.theory.bounds import (
-    Problem,
-    convex_bound,
-    nonconvex_bound,
-    nonconvex_contraction_bound,
-    squared_error_bound,
-    threshold_from_estimates,
-    top_k_squared_error_bound,
-)
-from lightning_sparse.theory.lag import ResidualStatistics, residual_statistics
-from lightning_sparse.theory.measurement import measured_noise, measured_smoothness, optimal_threshold, total_error
-from lightning_sparse.theory.rates import (
-    convex_contraction_rate,
-    convex_rate,
-    strongly_convex_contraction_rate,
-    strongly_convex_rate,
-    top_k_contraction,
-)
-
-__all__ = [
-    "Problem",
-    "ResidualStatistics",
-    "convex_bound",
-    "convex_contraction_rate",
-    "convex_rate",
-    "measured_noise",
-    "measured_smoothness",
-    "nonconvex_bound",
-    "nonconvex_contraction_bound",
-    "optimal_threshold",
-    "residual_statistics",
-    "squared_error_bound",
-    "strongly_convex_contraction_rate",
-    "strongly_convex_rate",
-    "threshold_from_estimates",
-    "top_k_contraction",
-    "top_k_squared_error_bound",
-    "total_error",
-]
+from lightning_sparse.theory.bounds import Problem as Problem
+from lightning_sparse.theory.bounds import convex_bound as convex_bound
+from lightning_sparse.theory.bounds import nonconvex_bound as nonconvex_bound
+from lightning_sparse.theory.bounds import nonconvex_contraction_bound as nonconvex_contraction_bound
+from lightning_sparse.theory.bounds import squared_error_bound as squared_error_bound
+from lightning_sparse.theory.bounds import threshold_from_estimates as threshold_from_estimates
+from lightning_sparse.theory.bounds import top_k_squared_error_bound as top_k_squared_error_bound
+from lightning_sparse.theory.lag import ResidualStatistics as ResidualStatistics
+from lightning_sparse.theory.lag import residual_statistics as residual_statistics
+from lightning_sparse.theory.measurement import measured_noise as measured_noise
+from lightning_sparse.theory.measurement import measured_smoothness as measured_smoothness
+from lightning_sparse.theory.measurement import optimal_threshold as optimal_threshold
+from lightning_sparse.theory.measurement import total_error as total_error
+from lightning_sparse.theory.rates import convex_contraction_rate as convex_contraction_rate
+from lightning_sparse.theory.rates import convex_rate as convex_rate
+from lightning_sparse.theory.rates import strongly_convex_contraction_rate as strongly_convex_contraction_rate
+from lightning_sparse.theory.rates import strongly_convex_rate as strongly_convex_rate
+from lightning_sparse.theory.rates import top_k_contraction as top_k_contraction
