@@ -38,6 +38,11 @@ STARTS = {
     "gradients": "Residuals start from zero and, with a density, calibration begins.",
     "drifts": "All workers start with the checkpoint's weights as the anchor and, with a density, calibration begins.",
 }
+INCOMPLETE = {
+    "gradients": ("residuals", "A resume starts with residuals of zero; unsent values are lost."),
+    "drifts": ("drifts", "A resume starts with its weights as the anchor; the workers' own weights are lost."),
+}
+"""The tensors of workers, and the consequence if a checkpoint has none."""
 UNSENT = {"gradients": "residual", "drifts": "unsent"}
 """The kind of tensors with unsent values."""
 
@@ -78,28 +83,11 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
 
 def say_incomplete(kind: str, why: str) -> None:
     """Warn that a checkpoint of the right kind contains no tensors of workers."""
-    missing, start = {
-        "gradients": ("residuals", "Unsent values are lost, and residuals start from zero."),
-        "drifts": ("drifts", "All workers start with the checkpoint's weights as the anchor."),
-    }[kind]
-    rank_zero_warn(f"lightning_sparse: the checkpoint holds no {missing} ({why}). {start}")
+    missing, consequence = INCOMPLETE[kind]
+    rank_zero_warn(f"lightning_sparse: the checkpoint holds no {missing} ({why}). {consequence}")
 
 
-def warn_of_incomplete(kind: str, why: str, weights: str = "mean of the workers'") -> None:
-    """Warn that a checkpoint is written without tensors of workers.
-
-    Args:
-        kind: the kind of averaging.
-        why: the reason.
-        weights: of drifts, the owner of the saved weights.
-    """
-    if kind == "gradients":
-        rank_zero_warn(
-            f"lightning_sparse: the checkpoint is written without residuals: {why}. A run that resumes from it starts "
-            "with residuals of zero, and unsent values are lost."
-        )
-    else:
-        rank_zero_warn(
-            f"lightning_sparse: the checkpoint is written with the {weights} weights and without drifts: {why}. It "
-            "lacks the workers' progress since the last exchange, and unsent values."
-        )
+def warn_of_incomplete(kind: str, why: str) -> None:
+    """Warn that a checkpoint is written without tensors of workers."""
+    missing, consequence = INCOMPLETE[kind]
+    rank_zero_warn(f"lightning_sparse: the checkpoint is written without {missing}: {why}. {consequence}")

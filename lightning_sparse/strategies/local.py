@@ -232,7 +232,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
                 barrier.give_up_apart()
                 self._why_not = f"averaging weights failed: {str(error).splitlines()[0]}"
         if averager.workers.rank == 0:
-            warn_of_incomplete("drifts", self._why_not, "anchor's")
+            warn_of_incomplete("drifts", self._why_not)
         return None
 
     def _obstacles(self) -> list[str]:

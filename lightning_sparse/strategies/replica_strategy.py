@@ -211,5 +211,5 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         if not self.state.replica.gather_numbers(of_shards.sum(0).tolist(), self.state.device).any():
             return None
         if self.is_global_zero:
-            warn_of_incomplete(self.state.kind, BROKEN_OFF, "anchor's")
+            warn_of_incomplete(self.state.kind, BROKEN_OFF)
         return BROKEN_OFF

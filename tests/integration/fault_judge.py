@@ -217,7 +217,7 @@ class Judge:
             file = self.read(path, outcome.problems)
             if file is not None:
                 outcome.files.append(file)
-                words = "weights and without drifts" if self.case.is_local else "written without residuals"
+                words = f"written without {'drifts' if self.case.is_local else 'residuals'}"
                 is_warned = words in (folder / "output of 0").read_text()
                 if self.case.is_sparse and file.holds not in ("residuals", "nothing yet") and not is_warned:
                     outcome.problems.append(f"{file.name}: no warning")

@@ -121,9 +121,9 @@ def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[str], lis
 @pytest.mark.parametrize(
     ("reader", "writer", "starts"),
     [
-        ("ddp", "hsdp folder", "residuals start from zero"),
-        ("hsdp file", "hsdp folder", "residuals start from zero"),
-        ("local", "local_hsdp folder, kept apart", "All workers start with the checkpoint's weights"),
+        ("ddp", "hsdp folder", "residuals of zero"),
+        ("hsdp file", "hsdp folder", "residuals of zero"),
+        ("local", "local_hsdp folder, kept apart", "its weights as the anchor"),
     ],
 )
 def test_a_consolidated_checkpoint_causes_a_warning_of_lost_state(
