@@ -13,7 +13,7 @@ from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_sparse import (
     Accordion,
@@ -617,13 +617,6 @@ class Sized(Classifier):
         return data(batch_size=self.batch_size)
 
 
-class Unranked(Classifier):
-    """Uses torch's DistributedSampler, which needs a process group."""
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(data().dataset, sampler=DistributedSampler(data().dataset))
-
-
 class SilentModel(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) if self.trainer.global_rank == 0 else None
@@ -658,7 +651,6 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("'first.bias' has a gradient, but was frozen or absent", Unfrozen, data, {}),
     (r"'words' is Embedding\(sparse=True\)", Embedded, data, {}),
     (r"The search for a batch size .* only one worker", Sized, lambda: None, {"callbacks": [BatchSizeFinder()]}),
-    (r"initialized.* Simulated workers have no process group\. In train_dataloader", Unranked, lambda: None, {}),
     (r"train_dataloader returned list\. Simulated workers read one", Classifier, lambda: [data(), data()], {}),
     (r"same Exhausted and would take .* Make a new one in train_dataloader", Classifier, Exhausted, {}),
     ("all_gather, because workers run", Gathering, data, {}),

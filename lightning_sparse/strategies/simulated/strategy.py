@@ -269,16 +269,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self._restore(checkpoint)
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        if "process group has not been initialized" in str(exception):
-            exception.args = (
-                f"{exception} Simulated workers have no process group. In train_dataloader, use "
-                "DistributedSampler(dataset, trainer.world_size, trainer.global_rank), or leave the sampler to "
-                "Lightning.",
-            )
-        super().on_exception(exception)
-
-    @override
     def teardown(self) -> None:
         if self.workers is not None:
             self.workers.close()
