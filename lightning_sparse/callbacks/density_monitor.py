@@ -108,9 +108,7 @@ class DensityMonitor(StepMonitor):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._times.pause()
 
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._times.pause()
+    on_validation_end = on_train_epoch_start
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
