@@ -3,7 +3,7 @@
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
+from torch._utils import _take_tensors, _unflatten_dense_tensors
+from torch.distributed.utils import _sync_params_and_buffers
 
 from lightning_sparse.exchange.agreement import gather_objects
 
@@ -119,24 +121,20 @@ class Workers:
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace floating-point or complex tensors by their mean, the same bits on all workers. Collective."""
-
-        def mean(flat: Tensor) -> Tensor:
+        if self.num_workers == 1:
+            return
+        for batch in _take_tensors(_as_real(tensors), MESSAGE_BYTES):  # type: ignore[no-untyped-call]
+            flat = torch.cat([tensor.flatten() for tensor in batch])
             flat = flat if flat.dtype == torch.float64 else flat.float()
             self.all_reduce(flat).wait()
-            return flat.div_(self.num_workers)
-
-        if self.num_workers > 1:
-            _replace(tensors, mean)
+            means = _unflatten_dense_tensors(flat.div_(self.num_workers), batch)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(batch, means)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by those of rank 0. Collective."""
-
-        def first(flat: Tensor) -> Tensor:
-            dist.broadcast(flat, self.global_ranks[0], group=self.group)
-            return flat
-
-        if self.num_workers > 1:
-            _replace(tensors, first)
+        group = self.group or dist.group.WORLD
+        if self.num_workers > 1 and group is not None:
+            _sync_params_and_buffers(group, _as_real(tensors), MESSAGE_BYTES, src=0)
 
     def first_object(self, local_value: Any) -> Any:
         """Return the first object that is not None, in rank order; the same on all workers. Collective."""
@@ -262,22 +260,5 @@ def let_senders_finish() -> None:
                 os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-def _replace(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> None:
-    """Replace tensors by the results of a collective on flat batches of them."""
-    for group in _batches([torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]):
-        flat = change(torch.cat([tensor.flatten() for tensor in group]))
-        for tensor, new in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
-            tensor.copy_(new.view(tensor.shape))
-
-
-def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield batches of consecutive tensors with equal dtype and at most MESSAGE_BYTES, or of a single tensor."""
-    group: list[Tensor] = []
-    for tensor in tensors:
-        total_bytes = sum(member.nbytes for member in group) + tensor.nbytes
-        if group and (tensor.dtype != group[0].dtype or total_bytes > MESSAGE_BYTES):
-            yield group
-            group = []
-        group.append(tensor)
-    if group:
-        yield group
+def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
