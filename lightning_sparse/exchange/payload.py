@@ -107,6 +107,19 @@ class PayloadFormat:
         # 16 unsigned bits in an int16: 32,768 and above wrap to negative numbers, and unpacking reverses this.
         offsets[..., :written].copy_(indices[..., :written].bitwise_and(BLOCK_ELEMENTS - 1))
 
+    def fill_marked(self, payload: Tensor, marks: Tensor, values: Tensor) -> None:
+        """Write the first c marked values without a wait for the device; see ``fill``.
+
+        Args:
+            payload: uint8, shape (payload_bytes(c),).
+            marks: not zero at the coordinates to write, where NaN counts; shape (num_elements,).
+            values: from ``Wire.rounded``, shape (num_elements,).
+        """
+        # Unused positions get an index beyond all blocks, so no block counts them.
+        beyond = self.num_blocks * BLOCK_ELEMENTS
+        indices = torch.nonzero_static(marks, size=self.capacity(payload.numel()), fill_value=beyond).squeeze(1)
+        self.fill(payload, Selection(indices, values.index_select(0, indices.clamp(max=self.num_elements - 1))))
+
     def unpack(self, payload: Tensor, dtype: torch.dtype, num_selected: int | None = None) -> Selection:
         """Return the coordinates in a payload, without a wait for the device.
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange import Shipment
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts
 from lightning_sparse.selection.numbers import squared_norm
@@ -148,13 +147,7 @@ def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment:
         torch.div(sent, shipment.divisor, out=shipment.out)
         return
     capacity = shipment.format.capacity(shipment.payload.numel())
-    indices = torch.empty(0, dtype=torch.int64, device=after.device)
-    if marks.numel():  # fails on a GPU without elements: pytorch#162473
-        # Unused positions get an index beyond all blocks, so no block counts them.
-        beyond = shipment.format.num_blocks * BLOCK_ELEMENTS
-        indices = torch.nonzero_static(marks, size=capacity, fill_value=beyond).squeeze(1)
-    selection = Selection(indices, sent.index_select(0, indices.clamp(max=max(marks.numel() - 1, 0))))
-    shipment.format.fill(shipment.payload, selection)
+    shipment.format.fill_marked(shipment.payload, marks, sent)
 
     def rest() -> Selection:
         indices = marks.nonzero().squeeze(1)[capacity:]

@@ -1,4 +1,4 @@
-"""Add received payloads in rank order, concatenate slices, and pack nonzero values.
+"""Add received payloads in rank order, and concatenate slices.
 
 ``rows`` are payloads of the same format and capacity c: uint8, shape (n, payload_bytes(c)), each contiguous. If k > c,
 only the c coordinates in the payload count.
@@ -9,7 +9,6 @@ payload by payload. A program has one block of 65,536 elements and goes through 
 four more for its quotients: latency bounds it, not bandwidth.
 """
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
@@ -17,7 +16,6 @@ from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.kernels import is_available, launch, native
 from lightning_sparse.kernels.decode import add_payloads
 from lightning_sparse.kernels.native import Parts, is_native
-from lightning_sparse.sparsifiers import Selection
 
 TILE = 1024
 """Coordinates per iteration, 4 for each of 256 threads. At a density of 1 %, a block has 655 per worker."""
@@ -107,21 +105,3 @@ def decode(payload_format: PayloadFormat, rows: Tensor, out: Tensor, quotients: 
         num_warps=8,
         enable_fp_fusion=False,
     )
-
-
-def pack_nonzero(payload_format: PayloadFormat, values: Tensor, payload: Tensor) -> Tensor:
-    """Pack the values that are not zero, NaN included, without a wait for the device; return their number.
-
-    Args:
-        payload_format: of the payload, without a header.
-        values: in the wire dtype, shape (num_elements,).
-        payload: uint8, shape (payload_bytes(c),): receives the first c of them.
-    """
-    capacity = payload_format.capacity(payload.numel())
-    if values.numel():  # fails on a GPU without elements: pytorch#162473
-        # Unused positions get an index beyond all blocks, so no block counts them.
-        beyond = payload_format.num_blocks * BLOCK_ELEMENTS
-        indices = torch.nonzero_static(values, size=capacity, fill_value=beyond).squeeze(1)
-        selection = Selection(indices, values.index_select(0, indices.clamp(max=values.numel() - 1)))
-        payload_format.fill(payload, selection)
-    return values.count_nonzero()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
-from lightning_sparse.exchange.routes.adding import average, pack_nonzero, side_by_side
+from lightning_sparse.exchange.routes.adding import average, side_by_side
 from lightning_sparse.exchange.routes.gather import GatherShipment
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NON_FINITE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
@@ -108,7 +108,7 @@ class ReduceScatterShipment(GatherShipment):
         part = mean
         if self._is_sparse:
             part = self.take("average", self._average_format.payload_bytes(self._room), torch.uint8)
-            pack_nonzero(self._average_format, mean, part)
+            self._average_format.fill_marked(part, mean, mean)
         self._averages = self.take("averages", self.workers.num_workers * part.numel(), part.dtype)
         self.work = self.workers.all_gather(self._averages, part)
         self.sent_bytes += part.nbytes
