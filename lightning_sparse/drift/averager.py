@@ -33,7 +33,6 @@ from lightning_sparse.exchange import (
     OwnGroup,
     SaveBarrier,
     Workers,
-    current_device,
     parameter_settings,
     require_agreement,
 )
@@ -108,7 +107,7 @@ class SparseModelAverager(Averager):
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
         require_one_device(weights)
         self.device = local(next(iter(weights.values()))).device
-        with current_device(self.device):
+        with torch.accelerator.device_index(self.device.index):
             require_agreement(drift_settings(module, sparsifier, self.options, per_layer_stats), group)
             self._module = module
             self.own_group = OwnGroup(group)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.step_stats import LayerStats, StepStats, layer_stats
-from lightning_sparse.exchange import current_device, require_agreement
+from lightning_sparse.exchange import require_agreement
 from lightning_sparse.exchange.agreement import differing
 from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
@@ -49,7 +50,7 @@ class Sharding:
         self.device = local(next(iter(self.named.values()))).device
         self.group = mesh.get_group()
         shards = {f"shard of {name}": f"{list(local(p).shape)}, {p.dtype}" for name, p in self.named.items()}
-        with current_device(self.device):
+        with torch.accelerator.device_index(self.device.index):
             # Compare the shards that replicas share, and report differences on all ranks.
             different = list(differing(shards, self.group))
             require_agreement(settings | {"shards that differ between replicas": different})

@@ -4,7 +4,7 @@ Only this package issues collectives. Every worker must issue them in the same o
 communication hook. Gloo matches collectives by order, and the order of a future's callbacks differs between workers.
 """
 
-from lightning_sparse.exchange.agreement import current_device, parameter_settings, require_agreement
+from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.exchange.buffers import Buffers, without_wait
 from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
 from lightning_sparse.exchange.groups import OwnGroup
@@ -25,7 +25,6 @@ __all__ = [
     "Shipment",
     "ThreadWorkers",
     "Workers",
-    "current_device",
     "parameter_settings",
     "require_agreement",
     "require_link",

@@ -1,7 +1,7 @@
 """Check at set-up that all workers have equal settings."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +14,11 @@ MOST_NAMED = 10
 _T = TypeVar("_T")
 
 
-def current_device(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Make a GPU the current device, because NCCL sends objects from it and workers need different GPUs."""
-    if device is None or device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
 def gather_objects(local_value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Return the objects of all workers in rank order. Collective."""
+    """Return the objects of all workers in rank order. Collective.
+
+    NCCL sends objects from the current device, so first make the worker's GPU current.
+    """
     gathered = [local_value] * dist.get_world_size(group)
     dist.all_gather_object(gathered, local_value, group=group)
     return gathered

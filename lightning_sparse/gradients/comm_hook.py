@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import require_one_device
-from lightning_sparse.exchange import ExchangeMode, current_device, require_agreement
+from lightning_sparse.exchange import ExchangeMode, require_agreement
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.options import (
     ErrorFeedback,
@@ -140,7 +140,7 @@ def attach(
     settings = sparsifier.settings() | asdict(options) | {"per_layer_stats": per_layer_stats}
     bucket_settings = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
     settings |= {name: getattr(ddp_module, name) for name in bucket_settings}
-    with current_device(ddp_module.device):
+    with torch.accelerator.device_index(ddp_module.device.index):
         require_agreement(settings, ddp_module.process_group)
         state = SparseState(
             sparsifier,
@@ -193,7 +193,7 @@ class SparseJoinHook(JoinHook):
     which λ and the step number depend. In the end, it receives both from a worker that observed these steps.
     """
 
-    def __init__(self, hook: JoinHook, state: SparseState, device: torch.device | None) -> None:
+    def __init__(self, hook: JoinHook, state: SparseState, device: torch.device) -> None:
         self._hook, self._state, self._device = hook, state, device
 
     def main_hook(self) -> None:
@@ -207,7 +207,7 @@ class SparseJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """End the context on all workers, with the weights of a worker that finished last."""
         self._hook.post_hook(is_last_joiner)
-        with current_device(self._device):
+        with torch.accelerator.device_index(self._device.index):
             self._state.catch_up(knows=is_last_joiner)
 
 

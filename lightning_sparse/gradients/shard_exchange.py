@@ -24,7 +24,7 @@ from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
 from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.exchange import ExchangeMode, OwnGroup, Workers, current_device, parameter_settings
+from lightning_sparse.exchange import ExchangeMode, OwnGroup, Workers, parameter_settings
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
@@ -102,7 +102,7 @@ class ShardExchange(Averager):
         settings = parameter_settings(module) | sparsifier.settings() | vars(options)
         sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats})
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
-        with current_device(self.device):
+        with torch.accelerator.device_index(self.device.index):
             self.own_group = OwnGroup(sharding.group)
             engine = Engine(sparsifier, options, group=self.own_group.group, per_layer_stats=per_layer_stats)
             super().__init__(engine, named)

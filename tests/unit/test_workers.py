@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_sparse.engine.grouping import require_one_device
-from lightning_sparse.exchange import ThreadWorkers, Workers, current_device
+from lightning_sparse.exchange import ThreadWorkers, Workers
 from lightning_sparse.exchange.buffers import PATIENCE, Buffers
 from lightning_sparse.gradients.comm_hook import sparse_hook
 from lightning_sparse.gradients.learning_rates import learning_rates_of
@@ -47,13 +47,6 @@ def test_parameters_of_a_process_share_a_device():
     on_two = {"a": torch.empty(1), "b": torch.empty(2, device="meta"), "c": torch.empty(2, device="meta")}
     with pytest.raises(ValueError, match=r"several devices: 'a' on cpu, 'b' on meta\. Put all"):
         require_one_device(on_two)
-
-
-def test_the_gpu_of_the_model_sends_objects():
-    assert current_device(GPU).idx == 1
-    for device in (CPU, None):
-        with current_device(device) as nothing:
-            assert nothing is None
 
 
 def test_a_learning_rate_tensor_is_read_once_per_group():
