@@ -32,7 +32,7 @@ from benchmarks import report
 from benchmarks.network_lab import INTERFACE, NetworkLab
 from lightning_sparse.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.routes.reduce_scatter import largest_slice
+from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
@@ -56,7 +56,8 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
     """Exchanges a bucket like the communication hook and returns the bytes passed to collectives. Collective."""
     header = torch.zeros(FIXED_FIELDS, dtype=torch.float64)
     header[NUM_SELECTED] = selection.indices.numel()
-    header[LARGEST_SLICE] = largest_slice(selection.indices, out.numel(), exchange.workers.num_workers)
+    bounds = torch.tensor(slice_bounds(out.numel(), exchange.workers.num_workers))
+    header[LARGEST_SLICE] = torch.searchsorted(selection.indices, bounds).diff().amax()
     shipment = exchange.open(0, wire, header.numel(), out, is_last=True)
     if shipment.payload is None:
         out.zero_()

@@ -26,12 +26,6 @@ def slice_bounds(num_elements: int, num_workers: int) -> list[int]:
     return [min(rank * size, num_elements) for rank in range(num_workers + 1)]
 
 
-def largest_slice(indices: Tensor, num_elements: int, num_workers: int) -> Tensor:
-    """Return the number of ascending indices in the fullest slice, without a wait for the device."""
-    bounds = torch.arange(num_workers + 1, device=indices.device) * slice_elements(num_elements, num_workers)
-    return torch.searchsorted(indices, bounds.clamp_(max=num_elements)).diff().amax()
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class ReduceScatterShipment(GatherShipment):
     """A sparse reduce-scatter and a gather of the averages, with less volume than a dense all-reduce for any n.
