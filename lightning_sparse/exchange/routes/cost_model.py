@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from lightning_sparse.exchange.payload import aligned
+from lightning_sparse.sparsifiers.protocol import is_number
 
 Route = Literal["gather", "reduce_scatter", "dense"]
 
@@ -57,8 +58,7 @@ class Forecast(NamedTuple):
 
 def require_link(link_gbit_s: float | None) -> None:
     """Raise ValueError unless this is a valid link rate or None."""
-    is_number = isinstance(link_gbit_s, (int, float)) and not isinstance(link_gbit_s, bool)
-    if link_gbit_s is not None and not (is_number and 1e-6 <= link_gbit_s <= 1e6):
+    if link_gbit_s is not None and not (is_number(link_gbit_s) and 1e-6 <= link_gbit_s <= 1e6):
         raise ValueError(
             f"Invalid {link_gbit_s=}. Must be a worker's link in Gbit/s, within 1e-6 and 1e6, for example 10; or None."
         )
