@@ -16,8 +16,6 @@ from torch import Tensor
 from torch._utils import _take_tensors, _unflatten_dense_tensors
 from torch.distributed.utils import _sync_params_and_buffers
 
-from lightning_sparse.exchange.agreement import gather_objects
-
 MESSAGE_BYTES = 2**26
 """Bytes per message when a checkpoint gathers tensors: large for a network, and small relative to a model."""
 TAG = 0x5EA5
@@ -135,10 +133,6 @@ class Workers:
         group = self.group or dist.group.WORLD
         if self.num_workers > 1 and group is not None:
             _sync_params_and_buffers(group, _as_real(tensors), MESSAGE_BYTES, src=0)
-
-    def first_object(self, local_value: Any) -> Any:
-        """Return the first object that is not None, in rank order; the same on all workers. Collective."""
-        return next((given for given in gather_objects(local_value, self.group) if given is not None), None)
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> Tensor:
         """Return all workers' numbers in rank order: float64, shape (n, numbers), on the CPU. Collective.

@@ -22,6 +22,7 @@ from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.snapshot import Snapshot, unsent_norm, warn_of_forgotten
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange import SaveBarrier, Workers
+from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets, ParameterUse
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.options import ExchangeOptions
@@ -264,7 +265,7 @@ class SparseState(Averager):
             running = self._engine.snapshot()
             running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._mark["next_step"])
             known = self._mark, running
-        received = self.workers.first_object(known)
+        received = next(filter(None, gather_objects(known, self.workers.group)))
         if not knows:
             last_step, epoch = self._engine.last_step, self._engine.epoch
             self._mark, running = received
