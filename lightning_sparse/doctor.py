@@ -22,12 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse._version import __version__
-from lightning_sparse.exchange.estimate import Estimate, estimate, gbit
+from lightning_sparse.exchange.estimate import BUCKET_BYTES, Estimate, estimate, gbit
 from lightning_sparse.kernels import is_available, native
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "OMP_NUM_THREADS")
-LARGE_BYTES = 25 * 2**20
-"""The default size of DDP's buckets."""
 LARGE_ROUNDS, SMALL_ROUNDS = 5, 20
 
 
@@ -102,12 +100,12 @@ def measure_link(device: torch.device) -> tuple[float, float]:
         device: the device of the exchanged tensors.
     """
     workers = dist.get_world_size()
-    large = _all_reduce_seconds(torch.zeros(LARGE_BYTES // 4, device=device), LARGE_ROUNDS)
+    large = _all_reduce_seconds(torch.zeros(BUCKET_BYTES // 4, device=device), LARGE_ROUNDS)
     small = _all_reduce_seconds(torch.zeros(1, device=device), SMALL_ROUNDS)
     slowest = torch.tensor([large, small], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     large, small = slowest.tolist()
-    received = 2 * (workers - 1) / workers * LARGE_BYTES
+    received = 2 * (workers - 1) / workers * BUCKET_BYTES
     return 8e-9 * received / max(large - small, 1e-9), small
 
 

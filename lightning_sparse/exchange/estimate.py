@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparse.exchange.routes.cost_model import Costs, speeds
 from lightning_sparse.exchange.wire import DTYPES, ValueDtype
@@ -114,7 +113,7 @@ def estimate(
         raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0 and finite, in Gbit/s.")
     if isinstance(model, bool) or not isinstance(model, (int, nn.Module)):
         raise TypeError(f"Invalid {model=}. Must be a module or the number of its parameters.")
-    if isinstance(model, nn.Module) and any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+    if isinstance(model, nn.Module) and any(map(nn.parameter.is_lazy, model.parameters())):
         raise ValueError("The model has uninitialised layers. Run a batch through it first.")
     if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
