@@ -1,15 +1,13 @@
 """Options of local training, checked at construction."""
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.transport_options import TransportOptions
-from lightning_sparse.sparsifiers.protocol import is_number, require_count
+from lightning_sparse.sparsifiers.protocol import describe, is_number, require_count
 
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -74,11 +72,4 @@ class DriftOptions(TransportOptions):
 
     def settings(self) -> dict[str, object]:
         """Return plain values of the options that must be equal on all workers."""
-        return vars(self) | {"outer_optimizer": _described(self.outer_optimizer)}
-
-
-def _described(function: object) -> str | None:
-    if isinstance(function, partial):
-        given = f"{_described(function.func)}{function.args}{dict(sorted(function.keywords.items()))}"
-        return re.sub(r" at 0x[0-9a-f]+", "", given)  # addresses differ between workers
-    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
+        return vars(self) | {"outer_optimizer": describe(self.outer_optimizer)}

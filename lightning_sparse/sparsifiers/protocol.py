@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from itertools import accumulate
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
@@ -210,7 +211,7 @@ class Sparsifier(ABC):
         """
         extra = {"needs_survey": True} if self.needs_survey else {}
         return {"sparsifier": type(self).__name__, **extra} | {
-            name: _describe(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")
+            name: describe(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")
         }
 
 
@@ -260,20 +261,22 @@ def require_granularity(granularity: Granularity) -> None:
         raise ValueError(f"Invalid {granularity=}. Must be one of {', '.join(map(repr, get_args(Granularity)))}.")
 
 
-def _describe(value: object) -> object:
+def describe(value: object) -> object:
     """Returns a plain value that differs between workers if the value's content does."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _describe(item) for key, item in value.items()}
+        return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_describe(item) for item in value]
+        return [describe(item) for item in value]
     if isinstance(value, Tensor):
         digest = hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return f"tensor of shape {list(value.shape)}, {value.dtype}, content {digest.hexdigest()[:12]}"
+    if isinstance(value, partial):
+        return [describe(part) for part in (value.func, value.args, value.keywords)]
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Sparsifier):
         return value.settings()
     if is_dataclass(value) and not isinstance(value, type):
-        return {"class": name} | {part.name: _describe(getattr(value, part.name)) for part in fields(value)}
+        return {"class": name} | {part.name: describe(getattr(value, part.name)) for part in fields(value)}
     return getattr(value, "__qualname__", name)
