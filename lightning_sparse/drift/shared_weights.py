@@ -35,20 +35,14 @@ class SharedWeights:
         """Whether the shared weights have been changed."""
         return self.is_shown and self._marks_of_shared != self._marks()
 
-    @torch.no_grad()
     def take_mean(self) -> None:
         """Set the module to all workers' mean unless it has shared weights. Collective."""
         if not self.is_shown:
-            self._keep_apart(self.mean(self._workers))
+            self.take(self.mean(self._workers))
 
     @torch.no_grad()
-    def take_anchor(self) -> None:
-        """Set the module to the anchor unless it has shared weights. Not collective."""
-        if not self.is_shown:
-            self._keep_apart(self.anchor())
-
-    def _keep_apart(self, shared: dict[str, Tensor]) -> None:
-        """Swap the module's tensors for shared ones, one by one to save memory."""
+    def take(self, shared: dict[str, Tensor]) -> None:
+        """Set the module to shared tensors, and empty the dict one by one to save memory."""
         tensors = self._tensors()
         for name in list(shared):
             tensor = shared.pop(name)

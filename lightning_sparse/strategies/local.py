@@ -113,8 +113,8 @@ class LocalTraining(SparseStrategy):
     def teardown(self) -> None:
         if self.state is not None and self._shared is not None:
             # An exception ended the fit, perhaps only on this worker. All workers have the same anchor.
-            if self.state.num_steps:
-                self._shared.take_anchor()
+            if self.state.num_steps and not self._shared.is_shown:
+                self._shared.take(self._shared.anchor())
             self._shared.own = {}  # the module keeps its current weights
         super().teardown()
 

@@ -154,7 +154,7 @@ def run_case(case):
             assert torch.equal(flat(model), own)
         if case.happens("anchor", step):
             own = flat(model)
-            averager.shared.take_anchor()
+            averager.shared.take(averager.shared.anchor())
             assert torch.equal(flat(model), anchor_of(averager))
             with averager.shared.shown({name: torch.zeros_like(own) for name, own in averager.shared.own.items()}):
                 assert not flat(model).any()
