@@ -61,11 +61,6 @@ class AnchorBucket(ParameterBucket):
         torch._foreach_copy_(self._thetas(), self.shaped_parts(values))
 
     @torch.no_grad()
-    def form_drift(self) -> None:
-        """Set ``drift`` to x − θ."""
-        torch.sub(self.anchor, self.read(self.drift), out=self.drift)
-
-    @torch.no_grad()
     def subtract(self, average: Tensor) -> None:
         """Subtract an average, which may be in ``drift``, from the anchor and the parameters."""
         self.anchor.sub_(average)
@@ -82,15 +77,17 @@ class DriftBucket(FlatBucket):
     Attributes:
         of: the bucket.
         decay: factor on unsent values of the previous exchange; 0 if the weights contain them.
+        start: the weights at the start of an exchange during which they change.
     """
 
     of: AnchorBucket = field(kw_only=True)
     decay: float = field(kw_only=True)
+    start: Tensor | None = field(kw_only=True)
 
     @override
     def form(self) -> None:
         self.weights = None
-        self.of.form_drift()
+        torch.sub(self.of.anchor, self.of.read(self.gradient), out=self.gradient)
         kept = self.of.kept.mul_(self.decay) if self.decay else self.of.kept.zero_()
         self.residual = Residual(kept, kept)
         assert self.notes is not None

@@ -54,7 +54,6 @@ class DriftExchange:
         self.largest_drift = 0.0
         self._module, self._engine, self._replica = module, engine, replica
         self.flight: list[DriftBucket] = []
-        self._starts: list[Tensor] = []
         self._compared: dict[str, Tensor] = {}
         self.take_in_new()
 
@@ -70,8 +69,6 @@ class DriftExchange:
         # Only then can compiled functions keep unsent values in the weights.
         keeps_in_weights = self.options.keep_drift and self.outer is None and not self.options.overlap
         for bucket in self.buckets:
-            if self.options.overlap:
-                self._starts.append(bucket.read(torch.empty_like(bucket.drift)))
             is_last = bucket is self.buckets[-1]
             notes = torch.zeros(1, dtype=torch.float64, device=bucket.anchor.device)
             if is_last:
@@ -87,6 +84,7 @@ class DriftExchange:
                 weights=bucket.weights() if keeps_in_weights else None,
                 of=bucket,
                 decay=0.0 if self.options.keep_drift else self.options.drift_decay,
+                start=bucket.read(torch.empty_like(bucket.drift)) if self.options.overlap else None,
             )
             if drift.weights is None:
                 drift.form()
@@ -111,13 +109,13 @@ class DriftExchange:
         self.ownership.require()
         self.is_changing = True
         flight, self.flight = self.flight, []
-        starts, self._starts = self._starts, []
         notes = self._engine.finish()
         largest = max(float(note[:, 0].max()) for note in notes)
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
         self._engine.workers.average([*self.untrained.differing(self._compared, notes[-1][:, 1:]).values()])
         self._move_anchor(flight)
-        for place, (bucket, drift) in enumerate(zip(self.buckets, flight, strict=True)):
+        for drift in flight:
+            bucket = drift.of
             if drift.weights is not None:
                 if not drift.has_moved:
                     bucket.subtract(drift.average)
@@ -125,18 +123,18 @@ class DriftExchange:
             target, unused = bucket.anchor, bucket.drift
             if self.options.keep_drift:
                 target, unused = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift), bucket.kept
-            if starts:  # the weights have changed since the exchange started
-                target = bucket.read(unused).sub_(starts[place]).add_(target)
+            if drift.start is not None:
+                target = bucket.read(unused).sub_(drift.start).add_(target)
             bucket.write(target)
         self._engine.account(dense_exchanges=self.options.every_n_steps)
         self.is_changing = False
 
     def _move_anchor(self, flight: list[DriftBucket]) -> None:
-        for bucket, drift in zip(self.buckets, flight, strict=True):
+        for drift in flight:
             if self.outer is not None:
-                bucket.anchor.grad = drift.average
+                drift.of.anchor.grad = drift.average
             elif drift.weights is None:
-                bucket.anchor.sub_(drift.average)
+                drift.of.anchor.sub_(drift.average)
         if self.outer is not None:
             self.outer.step()
             for bucket in self.buckets:
@@ -147,7 +145,7 @@ class DriftExchange:
         if self.flight:
             for bucket in self.buckets:
                 bucket.drift = torch.zeros_like(bucket.drift)  # pending collectives still write to the old tensors
-        self.flight, self._starts = [], []
+        self.flight = []
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             if not self.options.keep_drift:
