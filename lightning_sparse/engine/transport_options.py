@@ -1,18 +1,11 @@
 """Options of every exchange, for gradients and drifts, checked at construction."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
 from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, require_wire
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
-
-
-def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
-    """Raise ValueError if an option's value is not allowed."""
-    if value not in allowed:
-        raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
+from lightning_sparse.sparsifiers.protocol import require_word
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from math import ceil, inf
 from torch import nn
 
 from lightning_sparse.exchange.routes.cost_model import Costs, speeds
-from lightning_sparse.exchange.wire import DTYPES, ValueDtype
-from lightning_sparse.sparsifiers.protocol import is_number, require_density
+from lightning_sparse.exchange.wire import DTYPES, VALUE_DTYPES, ValueDtype
+from lightning_sparse.sparsifiers.protocol import is_number, require_count, require_density, require_word
 
 BUCKET_BYTES = 25 * 2**20
 """Default size of DDP's buckets."""
@@ -107,8 +107,7 @@ def estimate(
         >>> round(result.dense_seconds, 2), round(result.sparse_seconds, 3), round(result.times_faster)
         (0.74, 0.023, 10)
     """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 2:
-        raise ValueError(f"Invalid {num_workers=}. Must be at least 2: a single worker exchanges nothing.")
+    require_count("num_workers", num_workers, least=2, instead=": a single worker exchanges nothing")
     if not is_number(gbit_per_s) or not 0 < gbit_per_s < inf:
         raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0 and finite, in Gbit/s.")
     if isinstance(model, bool) or not isinstance(model, (int, nn.Module)):
@@ -117,8 +116,7 @@ def estimate(
         raise ValueError("The model has uninitialised layers. Run a batch through it first.")
     if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
-    if value_dtype not in DTYPES:
-        raise ValueError(f"Invalid {value_dtype=}. Must be one of {', '.join(map(repr, DTYPES))}.")
+    require_word("value_dtype", value_dtype, VALUE_DTYPES)
     require_density(density, "one in a thousand")
     num_elements = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
     if num_elements < 1:
@@ -131,7 +129,7 @@ def estimate(
     bucket = replace(whole, num_elements=num_elements // num_buckets)
     selected = density * bucket.num_elements
     taken = bucket.seconds(selected, selected / num_workers, rates)
-    route = min(taken, key=lambda name: taken[name])
+    route = bucket.cheapest(selected, selected / num_workers, rates)
     full_bucket = replace(whole, num_elements=min(num_elements, BUCKET_BYTES // 4))
     return Estimate(
         num_elements=num_elements,

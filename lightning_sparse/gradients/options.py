@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
 
-from lightning_sparse.engine.transport_options import TransportOptions, require_word
-from lightning_sparse.sparsifiers.protocol import is_number
+from lightning_sparse.engine.transport_options import TransportOptions
+from lightning_sparse.sparsifiers.protocol import is_number, require_word
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lightning_sparse.sparsifiers.protocol import (
     is_number,
     require_count,
     require_density,
-    require_granularity,
+    require_word,
 )
 from lightning_sparse.sparsifiers.rounding import power_of_two
 
@@ -90,7 +90,7 @@ class HardThreshold(MarkingSparsifier):
         granularity: Granularity = "model",
         overshoot: float = 0.0,
     ) -> None:
-        require_granularity(granularity)
+        require_word("granularity", granularity, get_args(Granularity))
         if granularity == "layer" and threshold is not None:
             raise ValueError(
                 f"Got {granularity=} and {threshold=}. granularity='layer' needs a density. Give density=… instead of "

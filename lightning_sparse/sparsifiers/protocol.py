@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import accumulate
 from numbers import Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -255,10 +255,10 @@ def require_density(density: float, example: str, name: str = "density") -> None
         raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 
-def require_granularity(granularity: Granularity) -> None:
-    """Raises ValueError unless this is a granularity."""
-    if granularity not in get_args(Granularity):
-        raise ValueError(f"Invalid {granularity=}. Must be one of {', '.join(map(repr, get_args(Granularity)))}.")
+def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
+    """Raises ValueError unless an option's value is one of the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
 
 
 def describe(value: object) -> object:

@@ -1,6 +1,7 @@
 """The Top-k sparsifiers: send a fixed share of every layer, or of the whole model."""
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from lightning_sparse.sparsifiers.protocol import (
     MarkingSparsifier,
     WholeStep,
     require_density,
-    require_granularity,
+    require_word,
 )
 
 DIGIT_BITS = 16
@@ -45,7 +46,7 @@ class TopK(MarkingSparsifier):
 
     def __init__(self, density: float = 0.001, granularity: Granularity = "layer") -> None:
         require_density(density, "0.1 % of each layer")
-        require_granularity(granularity)
+        require_word("granularity", granularity, get_args(Granularity))
         self.density = density
         self.granularity = granularity
         self._kth: Tensor | None = None

@@ -18,9 +18,9 @@ from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine import Averager
 from lightning_sparse.engine.snapshot import sealed
-from lightning_sparse.engine.transport_options import require_word
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
+from lightning_sparse.sparsifiers.protocol import require_word
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.options import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog

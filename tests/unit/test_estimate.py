@@ -68,7 +68,10 @@ def test_an_estimate_prints_a_verdict():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_workers": 1}, "Invalid num_workers=1. Must be at least 2: a single worker exchanges nothing"),
+        (
+            {"num_workers": 1},
+            "Invalid num_workers=1. Must be a whole number of at least 2: a single worker exchanges nothing",
+        ),
         ({"gbit_per_s": 0}, "Invalid gbit_per_s=0. Must be above 0"),
         ({"gbit_per_s": "1gbit"}, "Invalid gbit_per_s='1gbit'"),
         ({"density": 0.0}, "Invalid density=0.0"),
