@@ -1,9 +1,7 @@
 """Compares and averages buffers, and frozen parameters that code updates."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from math import nan
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +28,6 @@ def ignored_names(module: nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-@dataclass
-class _Known:
-    is_buffer: bool
-    is_floating: bool
-    at_first: Tensor
-    """The fingerprint at set-up."""
-
-
 class UntrainedTensors:
     """Buffers and frozen parameters, which are averaged only if they differ between workers.
 
@@ -48,28 +38,27 @@ class UntrainedTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known: dict[str, _Known] = {}
-        self._take_in(is_set_up=True)
+        self._prints_at_set_up: dict[str, list[float]] = {}
+        self._floating: dict[str, bool] = {}  # whether a name is a buffer's
+        self.take_in_new(is_set_up=True)
 
-    def take_in_new(self) -> None:
+    def take_in_new(self, *, is_set_up: bool = False) -> None:
         """Register new buffers, and frozen parameters if there are new buffers."""
-        if any(name not in self._known for name, _ in self._module.named_buffers()):
-            self._take_in(is_set_up=False)
-
-    def _take_in(self, *, is_set_up: bool) -> None:
-        ignored, buffers = ignored_names(self._module), dict(self._module.named_buffers())
+        known, buffers = self._prints_at_set_up, dict(self._module.named_buffers())
+        if not (is_set_up or buffers.keys() - known.keys()):  # a walk over all parameters takes long
+            return
+        ignored = ignored_names(self._module)
         frozen = {name: weight for name, weight in self._module.named_parameters() if not weight.requires_grad}
         for name, tensor in {**frozen, **buffers}.items():
-            if name not in ignored and name not in self._known:
+            if name not in ignored and name not in known:
                 # A new tensor counts as changed since set-up, so that checkpoints contain it for every worker.
-                at_first = fingerprints([local(tensor)]) if is_set_up else torch.full((2,), nan)
-                is_floating = tensor.is_floating_point() or tensor.is_complex()
-                self._known[name] = _Known(name in buffers, is_floating, at_first)
+                known[name] = fingerprints([local(tensor)]).tolist() if is_set_up else []
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self._floating[name] = name in buffers
 
     def floating(self, *, only_buffers: bool) -> dict[str, Tensor]:
         """Return floating-point buffers by name, and frozen parameters unless ``only_buffers``."""
-        known = self._known.items()
-        return self._tensors({name: of for name, of in known if of.is_floating and (of.is_buffer or not only_buffers)})
+        return self._tensors([name for name, is_buffer in self._floating.items() if is_buffer or not only_buffers])
 
     def differing(self, compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
         """Return tensors that differ between workers but not in size, equally on all workers.
@@ -94,18 +83,19 @@ class UntrainedTensors:
 
         With ``workers``, the result includes tensors that have changed on any worker, and the call is collective.
         """
-        now = self._tensors(self._known)
-        flags = [not torch.equal(fingerprints([tensor]), self._known[name].at_first) for name, tensor in now.items()]
+        then = self._prints_at_set_up
+        now = self._tensors(then)
+        flags = [fingerprints([tensor]).tolist() != then[name] for name, tensor in now.items()]
         if workers is not None and flags:
             counts = torch.tensor(flags, dtype=torch.int32, device=next(iter(now.values())).device)
             workers.all_reduce(counts).wait()
             flags = counts.bool().tolist()
         return {name: tensor for (name, tensor), flag in zip(now.items(), flags, strict=True) if flag}
 
-    def _tensors(self, names: Mapping[str, object]) -> dict[str, Tensor]:
+    def _tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors by name, with empty tensors for removed ones."""
         found = dict(self._module.named_buffers())
-        if not names.keys() <= found.keys():  # a walk over all modules takes long
+        if not found.keys() >= set(names):  # a walk over all parameters takes long
             found = named_tensors(self._module)
         return {name: local(found[name]) if name in found else torch.zeros(0) for name in names}
 
