@@ -87,10 +87,6 @@ class PayloadFormat:
             payload[..., offsets_start : offsets_start + 2 * capacity].view(torch.int16),
         )
 
-    def num_selected(self, payload: Tensor) -> int:
-        """Return k, which waits for the device."""
-        return int(self.parts(payload).ends[-1]) if self.num_blocks else 0
-
     def fill(self, payload: Tensor, selection: Selection) -> None:
         """Write the first c coordinates of a selection, and the ends of all, into a payload of capacity c.
 
@@ -121,15 +117,15 @@ class PayloadFormat:
         self.fill(payload, Selection(indices, values.index_select(0, indices.clamp(max=self.num_elements - 1))))
 
     def unpack(self, payload: Tensor, dtype: torch.dtype, num_selected: int | None = None) -> Selection:
-        """Return the coordinates in a payload, without a wait for the device.
+        """Return the coordinates in a payload.
 
         Args:
             payload: uint8, shape (payload_bytes(c),).
             dtype: dtype of the values returned.
-            num_selected: k, known from a header; None if k ≥ c.
+            num_selected: k, known from a header; None reads it from the payload, which waits for the device.
         """
         _, ends, values, offsets = self.parts(payload)
-        held = values.numel() if num_selected is None else min(num_selected, values.numel())
+        held = min(int(ends[-1:].sum()) if num_selected is None else num_selected, values.numel())
         ends = ends.clamp(max=held)  # k may be larger
         counts = ends.diff(prepend=ends.new_zeros(1))
         starts = _block_starts(self.num_blocks, payload.device).repeat_interleave(counts, output_size=held)

@@ -220,7 +220,7 @@ class Extraction:
         anchor, residual = bucket.residual
         if bucket.weights is not None:
             residual = bucket.whole(residual.dtype)
-        first = payload_format.unpack(payload, residual.dtype, payload_format.num_selected(payload))
+        first = payload_format.unpack(payload, residual.dtype)
         # Coordinates ascend. Before the last in the payload, values of at least λ are remainders of rounding.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
         selections = [Selection(first.indices[:0], residual[:0])]

@@ -62,7 +62,7 @@ def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
     """Add payloads to ``out`` in rank order; see ``average``. Waits for a GPU."""
     # A GPU adds in arbitrary order, so indices of an addition must be unique: add each payload separately.
     for row in rows.unbind():
-        out.scatter_add_(0, *payload_format.unpack(row, out.dtype, payload_format.num_selected(row)))
+        out.scatter_add_(0, *payload_format.unpack(row, out.dtype))
 
 
 def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
@@ -75,7 +75,7 @@ def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> No
         decode(payload_format, rows, out, None, len(rows))
         return
     for rank, row in enumerate(rows.unbind()):
-        indices, values = payload_format.unpack(row, out.dtype, payload_format.num_selected(row))
+        indices, values = payload_format.unpack(row, out.dtype)
         out[indices + rank * payload_format.num_elements] = values
 
 
