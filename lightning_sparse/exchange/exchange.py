@@ -234,7 +234,7 @@ class Exchange:
 
         ``numbers`` are this worker's, without headers in the last bucket's payload.
         """
-        n, pending, gathered = self.workers.num_workers, Pending([]), []
+        n, pending, gathered = self.workers.num_workers, Pending(), []
         if numbers:
             everyone = local = torch.cat(numbers)
             if n > 1:

@@ -65,12 +65,12 @@ class _InProcess(Workers):
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         with self.threads.swap(self.rank, part) as parts:
             torch.stack(parts, out=out.view(self.num_workers, *part.shape))
-        return Pending([])
+        return Pending()
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
         with self.threads.swap(self.rank, parts.view(self.num_workers, -1)) as parts_of_all:
             torch.stack([given[self.rank] for given in parts_of_all], out=out.view(self.num_workers, -1))
-        return Pending([])
+        return Pending()
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         total = torch.zeros_like(tensor)
@@ -78,7 +78,7 @@ class _InProcess(Workers):
             for given in tensors:
                 total += given
         tensor.copy_(total)
-        return Pending([])
+        return Pending()
 
     @cached_property
     def _backends(self) -> str:

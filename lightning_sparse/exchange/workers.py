@@ -47,13 +47,11 @@ class Pending:
     """Pending messages or collectives. They still arrive if the object is deleted before they end.
 
     Args:
-        works: the works to wait for.
-        peers: global rank of the other worker of each work; None if all workers take part.
+        works: the works to wait for, each with the global rank of the other worker; None if all workers take part.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None], peers: Sequence[int | None] = ()) -> None:
-        peers = peers or [None] * len(works)
-        self._works = [(work, peer) for work, peer in zip(works, peers, strict=True) if work is not None]
+    def __init__(self, works: Sequence[tuple[dist.Work | None, int | None]] = ()) -> None:
+        self._works = [(work, peer) for work, peer in works if work is not None]
 
     def __del__(self, abandoned: list[list[tuple[dist.Work, int | None]]] = _abandoned) -> None:
         # A message without a receiver would block Gloo's connection forever.
@@ -204,7 +202,7 @@ class Workers:
 
     def _make_pending(self, work: dist.Work | None) -> Pending:
         # With two workers, the lost worker is the other one.
-        return Pending([work], [self.global_ranks[1 - self.rank] if self.num_workers == 2 else None])
+        return Pending([(work, self.global_ranks[1 - self.rank] if self.num_workers == 2 else None)])
 
     def _exchange_messages(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending:
         # Each worker starts with its right neighbour, so that not all send to the same worker first.
@@ -215,11 +213,11 @@ class Workers:
         works = []
         for start, tensor, peer in messages:
             try:
-                works.append(start(tensor, peer, group=self.group, tag=TAG))
+                works.append((start(tensor, peer, group=self.group, tag=TAG), peer))
             except RuntimeError as error:
                 raise LostWorkerError(peer, error) from error
         outputs[self.rank].copy_(parts[self.rank])
-        return Pending(works, [peer for *_, peer in messages])
+        return Pending(works)
 
     def _transfer(self, tensor: Tensor, source: int) -> None:
         """Send a CPU tensor from worker ``source`` to rank 0, which receives it in place."""
@@ -231,7 +229,7 @@ class Workers:
         else:
             # For a single message, NCCL would create a communicator of two ranks; a batch uses the group's.
             operation = dist.P2POp(dist.isend if sends else dist.irecv, part, peer, group=self.group)
-            Pending(dist.batch_isend_irecv([operation])).wait()
+            Pending([(work, peer) for work in dist.batch_isend_irecv([operation])]).wait()
         if not sends:
             tensor.copy_(part)
 

@@ -62,7 +62,7 @@ class Shipment:
     payload: Tensor | None = field(default=None, init=False)
     take_payloads: Callable[[Tensor], None] | None = field(default=None, init=False)
     rest: Callable[[], Selection] = field(init=False)
-    work: Pending = field(default_factory=lambda: Pending([]), init=False)
+    work: Pending = field(default_factory=Pending, init=False)
     sent_bytes: int = field(default=0, init=False)
     is_dense: bool = field(default=False, init=False)
     is_typical: bool = field(default=True, init=False)
