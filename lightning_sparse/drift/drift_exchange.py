@@ -1,7 +1,7 @@
 """Starts an exchange of drifts, and moves anchor and weights by the average."""
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,25 +161,23 @@ class DriftExchange:
             for name, part in zip(bucket.layout.names, bucket.shaped_parts(bucket.anchor), strict=True)
         }
 
-    @property
-    def _kinds(self) -> list[Literal["anchor", "kept"]]:
-        return ["anchor"] if self.options.keep_drift else ["anchor", "kept"]
-
-    def _views(self, kind: Literal["anchor", "kept"]) -> dict[str, Tensor]:
-        """Return flat parts of all buckets' tensors by name, in the order of indices."""
-        return {name: part for bucket in self.buckets for name, part in bucket.by_name(getattr(bucket, kind)).items()}
+    def _views(self) -> Tensors:
+        """Return flat parts of all buckets' tensors by kind and name, in the order of indices."""
+        views: Tensors = {kind: {} for kind in (["anchor"] if self.options.keep_drift else ["anchor", "kept"])}
+        for kind, by_name in views.items():
+            for bucket in self.buckets:
+                by_name |= bucket.by_name(getattr(bucket, kind))
+        return views
 
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors by kind and name, and plain values of layout and outer optimizer."""
         tensors, outer = outer_state(self.outer, self.buckets)
         layout = [list(bucket.layout.names) for bucket in self.buckets]
-        views: Tensors = {kind: self._views(kind) for kind in self._kinds}
-        return views | tensors, {"layout": layout, "outer": outer}
+        return self._views() | tensors, {"layout": layout, "outer": outer}
 
     def load(self, tensors: Tensors, outer: Mapping[str, Any]) -> None:
         """Load those results of ``state`` that fit the buckets."""
-        for kind in self._kinds:
-            parts = self._views(kind)
+        for kind, parts in self._views().items():
             for name, saved in tensors.get(kind, {}).items():
                 if name in parts and saved.numel() == parts[name].numel():
                     parts[name].copy_(saved)
@@ -211,8 +209,12 @@ class DriftExchange:
                 "checkpoint."
             )
         new = drifting(named, but=self.anchored)
-        if self.anchored:
-            _say_new(new)
+        if self.anchored and new:
+            shown = ", ".join(sorted(new)[:3]) + (", …" if len(new) > 3 else "")
+            rank_zero_info(
+                f"lightning_sparse: {len(new)} parameters were added or unfrozen ({shown}). All workers start with the "
+                "mean of the new parameters."
+            )
         self._take_in(new)
         self.untrained.take_in_new()
 
@@ -237,13 +239,3 @@ class DriftExchange:
                     )
             else:
                 self.outer.add_param_group({"params": anchors})
-
-
-def _say_new(names: Collection[str]) -> None:
-    """Log parameters that were added or unfrozen during training."""
-    if names:
-        shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
-        rank_zero_info(
-            f"lightning_sparse: {len(names)} parameters were added or unfrozen ({shown}). All workers start with the "
-            "mean of the new parameters."
-        )
