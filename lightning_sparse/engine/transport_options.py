@@ -1,9 +1,10 @@
 """Options of every exchange, for gradients and drifts, checked at construction."""
 
 from dataclasses import dataclass
+from typing import get_args
 
-from lightning_sparse.exchange import EXCHANGE_MODES, ExchangeMode, require_link
-from lightning_sparse.exchange.wire import VALUE_DTYPES, ValueDtype, require_wire
+from lightning_sparse.exchange import ExchangeMode, require_link
+from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.protocol import require_word
 
@@ -66,6 +67,6 @@ class TransportOptions:
         return True
 
     def __post_init__(self) -> None:
-        require_word("value_dtype", self.value_dtype, VALUE_DTYPES)
-        require_word("exchange", self.exchange, EXCHANGE_MODES)
+        require_word("value_dtype", self.value_dtype, get_args(ValueDtype))
+        require_word("exchange", self.exchange, get_args(ExchangeMode))
         require_link(self.link_gbit_s)

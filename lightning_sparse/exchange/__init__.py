@@ -6,7 +6,7 @@ communication hook. Gloo matches collectives by order, and the order of a future
 
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.exchange.buffers import Buffers, without_wait
-from lightning_sparse.exchange.exchange import EXCHANGE_MODES, Exchange, ExchangeMode
+from lightning_sparse.exchange.exchange import Exchange, ExchangeMode
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.exchange.routes.cost_model import require_link
@@ -16,7 +16,6 @@ from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
 
 __all__ = [
-    "EXCHANGE_MODES",
     "Buffers",
     "Exchange",
     "ExchangeMode",

@@ -58,7 +58,7 @@ def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) 
 
 
 @contextmanager
-def raised_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raised_together() -> Iterator[None]:
     """Raise an error of any worker on all workers, so that no worker waits for the others. Collective.
 
     Inside the context, workers must not communicate. Without a process group, errors pass through.
@@ -72,7 +72,7 @@ def raised_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as error:
         raised = error
     local_value = None if raised is None else str(raised)
-    messages = gather_objects(local_value, group) if dist.is_initialized() else [local_value]
+    messages = gather_objects(local_value) if dist.is_initialized() else [local_value]
     if raised is not None:
         raise raised
     for rank, message in enumerate(messages):

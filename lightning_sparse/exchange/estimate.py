@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import get_args
 
 from torch import nn
 
 from lightning_sparse.exchange.routes.cost_model import Costs, speeds
-from lightning_sparse.exchange.wire import DTYPES, VALUE_DTYPES, ValueDtype
+from lightning_sparse.exchange.wire import DTYPES, ValueDtype
 from lightning_sparse.sparsifiers.protocol import is_number, require_count, require_density, require_word
 
 BUCKET_BYTES = 25 * 2**20
@@ -116,7 +117,7 @@ def estimate(
         raise ValueError("The model has uninitialised layers. Run a batch through it first.")
     if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
-    require_word("value_dtype", value_dtype, VALUE_DTYPES)
+    require_word("value_dtype", value_dtype, get_args(ValueDtype))
     require_density(density, "one in a thousand")
     num_elements = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
     if num_elements < 1:

@@ -12,7 +12,7 @@ headers follows.
 """
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Pending, Workers, let_senders_finish
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense", "hierarchical"]
-EXCHANGE_MODES: tuple[ExchangeMode, ...] = get_args(ExchangeMode)
 FIRST_CAPACITY = 1024
 """The capacity in the first step of a route that the user chose, before any count."""
 UNEVEN_SLICES = 2

@@ -44,10 +44,8 @@ class SaveBarrier:
         self._workers = workers
         self.is_saving = False
         self._attempts = 0
-        name = uuid4().hex  # torchrun's store outlives workers that it restarts
-        if workers.num_workers > 1:
-            name = gather_objects(name, workers.group)[0]
-        self._name = f"lightning_sparse/{name}"
+        # Unique, because torchrun's store outlives workers that it restarts.
+        self._name = f"lightning_sparse/{gather_objects(uuid4().hex, workers.group)[0]}"
         self._store = PrefixStore(self._name, _get_default_store())
         self._apart: Workers | None = None
         self._times_apart = 0

@@ -19,7 +19,6 @@ DTYPES: dict[ValueDtype, torch.dtype] = {
     "float8": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
-VALUE_DTYPES: tuple[ValueDtype, ...] = tuple(DTYPES)
 MOST_STEPS = {torch.float8_e4m3fn: 448 * 512, torch.int16: 32_767, torch.int8: 127}
 """The largest magnitude in steps. int16 is only for sums of int8 (``exchange/routes/dense.py``)."""
 
