@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
-from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange.exchange import Exchange
 
 TIMEOUT, SHORT_TIMEOUT = timedelta(seconds=60), timedelta(seconds=20)
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")

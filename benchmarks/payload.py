@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.network_lab import INTERFACE, NetworkLab
-from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED

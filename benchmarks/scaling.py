@@ -47,7 +47,7 @@ import torch.distributed as dist
 from benchmarks import report
 from benchmarks.network_lab import UNITS, NetworkLab
 from benchmarks.payload import MARK, RESNET_18, draw_selection, exchange_once, interface_bytes, read_results
-from lightning_sparse.exchange import Exchange
+from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, speeds
 from lightning_sparse.exchange.wire import Wire

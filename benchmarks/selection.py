@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from lightning_sparse.exchange import Buffers
+from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import adding
 from lightning_sparse.exchange.wire import Wire

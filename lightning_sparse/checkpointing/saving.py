@@ -30,8 +30,8 @@ from lightning_sparse.checkpointing.content import (
 from lightning_sparse.drift import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
-from lightning_sparse.exchange import Workers
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients import SparseState
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.selection.numbers import squared_norm

@@ -29,13 +29,10 @@ from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensor
 from lightning_sparse.engine import Averager, Engine, warm_up_steps
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.exchange import (
-    OwnGroup,
-    SaveBarrier,
-    Workers,
-    parameter_settings,
-    require_agreement,
-)
+from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
+from lightning_sparse.exchange.groups import OwnGroup
+from lightning_sparse.exchange.save_barrier import SaveBarrier
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 
 

@@ -22,7 +22,7 @@ from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerpri
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.snapshot import Tensors
-from lightning_sparse.exchange import Workers
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import Residual
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.untrained_tensors import fingerprints, named_tensors
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.exchange import Workers
+from lightning_sparse.exchange.workers import Workers
 
 
 class SharedWeights:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.exchange import Workers, without_wait
+from lightning_sparse.exchange.buffers import without_wait
+from lightning_sparse.exchange.workers import Workers
 
 WORD_BYTES = 8
 SMALL_BYTES = 2**16

@@ -15,7 +15,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import real_numel
 from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.exchange import Workers
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.sparsifiers import HardThreshold
 

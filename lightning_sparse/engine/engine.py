@@ -28,9 +28,10 @@ from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
 from lightning_sparse.engine.transport_options import TransportOptions
-from lightning_sparse.exchange import Buffers, Exchange, Workers
+from lightning_sparse.exchange.buffers import Buffers
+from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.wire import wire_of
-from lightning_sparse.exchange.workers import LostWorkerError
+from lightning_sparse.exchange.workers import LostWorkerError, Workers
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields

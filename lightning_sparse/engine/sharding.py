@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.step_stats import LayerStats, StepStats, layer_stats
-from lightning_sparse.exchange import require_agreement
-from lightning_sparse.exchange.agreement import differing
+from lightning_sparse.exchange.agreement import differing, require_agreement
 from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import get_args
 
-from lightning_sparse.exchange import ExchangeMode, require_link
+from lightning_sparse.exchange.exchange import ExchangeMode
+from lightning_sparse.exchange.routes.cost_model import require_link
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
 from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.protocol import require_word

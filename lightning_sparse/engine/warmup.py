@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import kept_dtype
-from lightning_sparse.exchange import ExchangeMode, ThreadWorkers
+from lightning_sparse.exchange.exchange import ExchangeMode
+from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.kernels import native, warm_up
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers import HardThreshold, LayerLayout

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from lightning_sparse.engine.grouping import real_numel, require_strides
-from lightning_sparse.exchange import Workers, without_wait
+from lightning_sparse.exchange.buffers import without_wait
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import LayerLayout
 
 Averaged = torch.futures.Future[Tensor]

@@ -24,8 +24,11 @@ from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
 from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.exchange import ExchangeMode, OwnGroup, Workers, parameter_settings
+from lightning_sparse.exchange.agreement import parameter_settings
+from lightning_sparse.exchange.exchange import ExchangeMode
+from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.wire import ValueDtype
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.selection.bucket import Residual

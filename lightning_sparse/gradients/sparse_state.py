@@ -21,8 +21,9 @@ from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.snapshot import Snapshot, unsent_norm, warn_of_forgotten
 from lightning_sparse.engine.warmup import warm_up_steps
-from lightning_sparse.exchange import SaveBarrier, Workers
 from lightning_sparse.exchange.agreement import gather_objects
+from lightning_sparse.exchange.save_barrier import SaveBarrier
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets, ParameterUse
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.options import ExchangeOptions

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import Shipment
+from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts
 from lightning_sparse.selection.numbers import squared_norm

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import Shipment, slice_bounds, slice_elements
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.adding import subtract
-from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_bounds, slice_elements
+from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, take_out_marked

@@ -20,9 +20,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange import Buffers, Shipment
-from lightning_sparse.exchange.buffers import without_wait
+from lightning_sparse.exchange.buffers import Buffers, without_wait
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS as ELEMENTS_PER_END
+from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.kernels import launch, tl
 from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
 from lightning_sparse.selection.bucket import FlatBucket

@@ -19,8 +19,10 @@ from lightning_sparse.checkpointing.saving import collect, kinds_of, patience_of
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.engine.averager import BROKEN_OFF
 from lightning_sparse.engine.sharding import reshard
-from lightning_sparse.exchange import SaveBarrier, Workers, require_agreement
+from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
+from lightning_sparse.exchange.save_barrier import SaveBarrier
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.sparsifiers.protocol import require_count
 from lightning_sparse.strategies.options import model_parallel_arguments

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange import Exchange, Workers
+from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.groups import apart, find_nodes, is_one_node
 from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.wire import Wire
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers import Selection
 from tests.workers import on_workers, run_workers

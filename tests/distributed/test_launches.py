@@ -27,8 +27,9 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.engine import memory
-from lightning_sparse.exchange import ExchangeMode, buffers
+from lightning_sparse.exchange import buffers
 from lightning_sparse.exchange import exchange as exchange_module
+from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.gradients import buckets as ddp_buckets

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.exchange import Exchange, Workers
+from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import CAPACITY_STEP
 from lightning_sparse.exchange.routes.cost_model import SMALLEST_CAPACITY, Costs, Forecast, speeds
+from lightning_sparse.exchange.workers import Workers
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**6), max_size=30), st.integers(0, 10**6))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.exchange import Buffers
+from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes import adding
 from lightning_sparse.exchange.wire import Wire

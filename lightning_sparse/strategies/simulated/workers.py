@@ -10,7 +10,8 @@ from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.grouping import as_parameter, in_memory_order, require_strides
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.snapshot import Snapshot
-from lightning_sparse.exchange import ThreadWorkers, Workers
+from lightning_sparse.exchange.in_process import ThreadWorkers
+from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.selection.bucket import clip_norm
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseState, Sparsifier, StepStats, register_comm_hook
-from lightning_sparse.exchange import ExchangeMode
+from lightning_sparse.exchange.exchange import ExchangeMode
 from tests.integration.models import SMALL_BUCKETS_MB
 from tests.integration.programs.oracle import (
     Oracle,
