@@ -34,9 +34,7 @@ class Buffers:
                     self._drop(key)
             self._most.clear()
 
-    def take(
-        self, name: object, numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
-    ) -> Tensor:
+    def take(self, name: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor of shape (numel,); the same memory for the same name."""
         key = (name, dtype, device)
         self._most[key] = max(numel, self._most.get(key, 0))
@@ -47,8 +45,7 @@ class Buffers:
             self._drop(key)
             capacity += numel // 2
         if key not in self._held:
-            tensor = torch.empty(capacity, dtype=dtype, device=device)
-            self._held[key] = tensor.pin_memory() if pinned else tensor
+            self._held[key] = torch.empty(capacity, dtype=dtype, device=device)
         return self._held[key][:numel]
 
     def _drop(self, key: tuple[object, torch.dtype, torch.device]) -> None:
@@ -71,19 +68,18 @@ def without_wait(table: Tensor, device: torch.device) -> Tensor:
     return table.to(device)
 
 
-def copy_to_host(tensor: Tensor, buffers: Buffers) -> Callable[[], Tensor]:
+def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     """Start to copy a tensor to the host, and return a function that waits for the copy and returns it.
 
-    A copy from a GPU uses pinned memory, so that the caller can enqueue other work meanwhile.
+    The caller can enqueue other work on a GPU meanwhile.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu
-    pinned = buffers.take("on the host", tensor.numel(), tensor.dtype, torch.device("cpu"), pinned=True)
-    pinned.copy_(tensor.flatten(), non_blocking=True)
+    copied = tensor.to("cpu", non_blocking=True)  # torch takes pinned memory for it
     event: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
 
     def wait() -> Tensor:
         event.synchronize()
-        return pinned.view(tensor.shape).clone()
+        return copied
 
     return wait

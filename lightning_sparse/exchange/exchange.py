@@ -187,7 +187,7 @@ class Exchange:
         numbers = [size.double().view(1) for size in local_sizes]
         if not shipments[-1].carries_headers:
             numbers = self._headers + numbers
-        wait_for_copy = copy_to_host(self._gather(numbers), self._buffers)
+        wait_for_copy = copy_to_host(self._gather(numbers))
         for shipment in shipments:
             shipment.complete()
         *headers, sizes = torch.split(wait_for_copy(), [*lengths, len(local_sizes)], dim=1)
