@@ -137,7 +137,7 @@ class ReduceScatterShipment(GatherShipment):
         starts = torch.searchsorted(indices, bounds.clamp(max=self.format.num_elements))
         places = starts[:-1, None] + torch.arange(self.slice_capacity, device=indices.device)
         is_used = places < starts[1:, None]
-        places = places.clamp_(max=max(indices.numel() - 1, 0))
+        places = places.clamp_(max=indices.numel() - 1)
         # Unused positions get an index beyond the slice and all blocks, so no block counts them.
         beyond = self._parcel_format.num_blocks * BLOCK_ELEMENTS
         local = torch.where(is_used, indices[places] - bounds[:-1, None], beyond)
@@ -145,7 +145,5 @@ class ReduceScatterShipment(GatherShipment):
         if self.thresholds_sums:
             owners = indices.div(self._slice_elements, rounding_mode="floor").clamp_(max=self.workers.num_workers - 1)
             rank_in_slice = torch.arange(indices.numel(), device=indices.device) - starts[owners]
-            last = max(self.format.num_elements - 1, 0)
-            self.put_back(
-                Selection(indices.clamp(max=last), torch.where(rank_in_slice < self.slice_capacity, 0, values))
-            )
+            beyond_capacity = torch.where(rank_in_slice < self.slice_capacity, 0, values)
+            self.put_back(Selection(indices.clamp(max=self.format.num_elements - 1), beyond_capacity))
