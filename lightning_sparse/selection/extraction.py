@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.adding import subtract
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_bounds, slice_elements
@@ -19,7 +20,7 @@ from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, take_out_marked
-from lightning_sparse.selection.fused_threshold import Boundaries, FusedThreshold
+from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fused
 from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, layer_fields, squared_norm
 from lightning_sparse.selection.own_sums import OwnSums
 from lightning_sparse.sparsifiers import (
@@ -57,7 +58,7 @@ class Extraction:
             and type(sparsifier).mark is HardThreshold.mark
             and type(sparsifier).values is HardThreshold.values
         )
-        self._fused = FusedThreshold()
+        self._space = Buffers()
         self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
 
     def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
@@ -113,7 +114,7 @@ class Extraction:
             shipment.is_cleared = shipment.out is bucket.gradient
             shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
-        self._fused.take_out(bucket, shipment, runs, header, boundaries, measures_gradient=measures_gradient)
+        take_out_fused(self._space, bucket, shipment, runs, header, boundaries, measures_gradient=measures_gradient)
         if self._per_layer:
             header[layer_fields("squared_error", bucket.layout)] = layer_errors(after, bucket.layout)
         return header

@@ -59,105 +59,74 @@ class Boundaries:
         self.places = torch.tensor([*layers, *slices], dtype=torch.int64).to(device)
 
 
-class FusedThreshold:
-    """Launches the kernels and owns their work space: 1 bit per element of the largest bucket, 52 bytes per block.
+def take_out_fused(
+    space: Buffers,
+    bucket: FlatBucket,
+    shipment: Shipment,
+    runs: Sequence[ThresholdRun],
+    header: Tensor,
+    boundaries: Boundaries | None = None,
+    *,
+    measures_gradient: bool = False,
+) -> None:
+    """Selects coordinates with not (abs(p) < λ), p = e + g / S, writes them out and keeps the rest.
 
-    All buckets share the space, which is safe as long as one stream works on them.
+    Coordinates go into the payload in ascending order until it is full. Values beyond the capacity stay in the residual
+    as p, but all numbers are those after sending them. Unused capacity is not written. Without a payload, two kernels
+    write the divided values and zeros into ``shipment.out``.
+
+    Args:
+        space: work space, 1 bit per element of the largest bucket and 52 bytes per block. All buckets share it, which
+            is safe as long as one stream works on them.
+        bucket: all its tensors contiguous.
+        shipment: receives the sent values. With a payload, ``is_cleared`` says whether to leave zeros in the gradient.
+        runs: neighbouring runs that together cover the bucket.
+        header: float64, shape (FIXED_FIELDS + layers,) or more: receives the numbers of the step, and the selected
+            coordinates of each layer. Further fields are not modified.
+        boundaries: of the layers and slices whose coordinates are counted.
+        measures_gradient: whether the header holds ‖g‖² instead of 0.
     """
-
-    def __init__(self) -> None:
-        self._space = Buffers()
-
-    def take_out(
-        self,
-        bucket: FlatBucket,
-        shipment: Shipment,
-        runs: Sequence[ThresholdRun],
-        header: Tensor,
-        boundaries: Boundaries | None = None,
-        *,
-        measures_gradient: bool = False,
-    ) -> None:
-        """Selects coordinates with not (abs(p) < λ), p = e + g / S, writes them out and keeps the rest.
-
-        Coordinates go into the payload in ascending order until it is full. Values beyond the capacity stay in the
-        residual as p, but all numbers are those after sending them. Unused capacity is not written. Without a payload,
-        two kernels write the divided values and zeros into ``shipment.out``.
-
-        Args:
-            bucket: all its tensors contiguous.
-            shipment: receives the sent values. With a payload, ``is_cleared`` says whether to leave zeros in the
-                gradient.
-            runs: neighbouring runs that together cover the bucket.
-            header: float64, shape (FIXED_FIELDS + layers,) or more: receives the numbers of the step, and the selected
-                coordinates of each layer. Further fields are not modified.
-            boundaries: of the layers and slices whose coordinates are counted.
-            measures_gradient: whether the header holds ‖g‖² instead of 0.
-
-        Raises:
-            ValueError: runs that do not cover the bucket, shapes that do not match, a tensor that is not contiguous.
-        """
-        (before, after), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
-        size, device = after.numel(), after.device
-        blocks = -(-size // BLOCK_ELEMENTS)
-        _check_flat(size, residual=before, new_residual=after, gradient=gradient)
-        ends = bits = dense = parts = None
-        if shipment.payload is None:
-            dense = shipment.out
-            _check_flat(size, dense=dense)
-        else:
-            parts = shipment.format.parts(shipment.payload)
-            ends = parts.ends
-            _check_flat(-(-size // ELEMENTS_PER_END), ends=ends)
-            _check_flat(parts.values.numel(), values=parts.values, offsets=parts.offsets)
-        if not size:
-            header.zero_()
-            return
-        tables = _threshold_tables(tuple(runs), size, after.dtype, device)
-        if parts is not None or boundaries is not None:
-            bits = self._space.take("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
-        counts = self._space.take("counts", blocks, torch.int32, device)
-        numbers = self._space.take("numbers", FIXED_FIELDS * blocks, torch.float64, device)
-        starts = self._space.take("starts", blocks + 1, torch.int64, device)
-        # Zeros do not depend on loaded values. If the gradient is not aligned, threads write other elements than they
-        # read, so a thread could clear an element before another thread reads it.
-        must_clear = parts is not None and shipment.is_cleared
-        clears = must_clear and gradient.storage_offset() * gradient.element_size() % ALIGNED_BYTES == 0
-        inputs = (before, after, gradient, bucket.loss_scale, *tables)
-        work = (*inputs, bits, counts, dense, numbers, size, shipment.divisor, wire.scale)
-        storage = getattr(tl, str(wire.storage).removeprefix("torch."))
-        constants = {"WIRE": storage, "LIMIT": wire.limit, "CLEARS": clears, "MEASURES": measures_gradient}
-        launch(walk_block, blocks, *work, **constants, **_WALK)
-        if must_clear and not clears:
-            gradient.zero_()
-        places, num_layers, num_slices, counts_before = None, 0, 0, None
-        if boundaries is not None:
-            places, num_layers, num_slices = boundaries.places, boundaries.num_layers, boundaries.num_slices
-            counts_before = self._space.take("before", places.numel(), torch.int64, device)
-        assert header.numel() >= FIXED_FIELDS + num_layers
-        arguments = (counts, numbers, bits, places, counts_before, starts, ends, header)
-        launch(summarise, 1, *arguments, blocks, num_layers, num_slices, MEASURES=measures_gradient, **_SUMMARISE)
-        if parts is not None:
-            packed = (
-                after,
-                *tables[1:],
-                bits,
-                starts,
-                parts.values,
-                parts.offsets,
-                size,
-                parts.values.numel(),
-                wire.scale,
-            )
-            launch(pack_block, blocks, *packed, LIMIT=wire.limit, **_PACK)
-
-
-def _check_flat(size: int, **tensors: Tensor) -> None:
+    (before, after), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
+    size, device = after.numel(), after.device
+    blocks = -(-size // BLOCK_ELEMENTS)
     # With a wrong size, a kernel would write out of bounds.
-    for name, tensor in tensors.items():
-        if tensor.shape != (size,) or not tensor.is_contiguous():
-            given = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
-            raise ValueError(f"Invalid {name}: {given}. Must be contiguous, of shape ({size},).")
+    assert all(tensor.shape == (size,) and tensor.is_contiguous() for tensor in (before, after, gradient))
+    ends = bits = dense = parts = None
+    if shipment.payload is None:
+        dense = shipment.out
+    else:
+        parts = shipment.format.parts(shipment.payload)
+        ends = parts.ends
+    if not size:
+        header.zero_()
+        return
+    tables = _threshold_tables(tuple(runs), size, after.dtype, device)
+    if parts is not None or boundaries is not None:
+        bits = space.take("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
+    counts = space.take("counts", blocks, torch.int32, device)
+    numbers = space.take("numbers", FIXED_FIELDS * blocks, torch.float64, device)
+    starts = space.take("starts", blocks + 1, torch.int64, device)
+    # Zeros do not depend on loaded values. If the gradient is not aligned, threads write other elements than they
+    # read, so a thread could clear an element before another thread reads it.
+    must_clear = parts is not None and shipment.is_cleared
+    clears = must_clear and gradient.storage_offset() * gradient.element_size() % ALIGNED_BYTES == 0
+    inputs = (before, after, gradient, bucket.loss_scale, *tables)
+    work = (*inputs, bits, counts, dense, numbers, size, shipment.divisor, wire.scale)
+    storage = getattr(tl, str(wire.storage).removeprefix("torch."))
+    constants = {"WIRE": storage, "LIMIT": wire.limit, "CLEARS": clears, "MEASURES": measures_gradient}
+    launch(walk_block, blocks, *work, **constants, **_WALK)
+    if must_clear and not clears:
+        gradient.zero_()
+    places, num_layers, num_slices, counts_before = None, 0, 0, None
+    if boundaries is not None:
+        places, num_layers, num_slices = boundaries.places, boundaries.num_layers, boundaries.num_slices
+        counts_before = space.take("before", places.numel(), torch.int64, device)
+    assert header.numel() >= FIXED_FIELDS + num_layers
+    arguments = (counts, numbers, bits, places, counts_before, starts, ends, header)
+    launch(summarise, 1, *arguments, blocks, num_layers, num_slices, MEASURES=measures_gradient, **_SUMMARISE)
+    if parts is not None:
+        into = (parts.values, parts.offsets, size, parts.values.numel(), wire.scale)
+        launch(pack_block, blocks, after, *tables[1:], bits, starts, *into, LIMIT=wire.limit, **_PACK)
 
 
 @lru_cache(maxsize=4096)
@@ -165,9 +134,7 @@ def _threshold_tables(
     runs: tuple[ThresholdRun, ...], size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns λ, excess and start of each run, and the run at each block's start and at the end."""
-    edges = [0, *(run.end for run in runs)]
-    if edges != [*(run.start for run in runs), size]:
-        raise ValueError(f"Invalid {runs=}. Must cover 0 to {size}, each run starting at the previous run's end.")
+    assert [0, *(run.end for run in runs)] == [*(run.start for run in runs), size], "runs with gaps"
     numbers = [(run.threshold, run.excess) for run in runs if run.start < run.end]
     if len(set(numbers)) == 1:
         threshold, excess = (torch.full((1,), number, dtype=dtype, device=device) for number in numbers[0])
