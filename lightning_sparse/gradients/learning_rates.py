@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.engine import FlatBucket
-from lightning_sparse.selection.bucket import Residual, rescale
+from lightning_sparse.selection.bucket import Residual
 
 
 def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:
@@ -57,8 +57,11 @@ class LastLearningRates:
         """Rescale a bucket's residual to this backward's rates if they have changed."""
         if any(ratio != 1.0 for ratio in self._ratios.values()):
             before, after = bucket.residual
-            rescaled: Tensor = rescale(after.copy_(before), bucket.layout, self._ratios)
-            bucket.residual = Residual(rescaled, rescaled)
+            after.copy_(before)
+            for name, start, end in bucket.layout.spans():
+                if self._ratios.get(name, 1.0) != 1.0:
+                    after[start:end].mul_(self._ratios[name])
+            bucket.residual = Residual(after, after)
 
     def commit(self, names: set[str]) -> None:
         """Commit the pending rates of these parameters."""

@@ -1,6 +1,6 @@
 """A flat bucket of named layers with its error feedback: p = e + g / S and e' = p − out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -154,21 +154,6 @@ def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment:
         return Selection(indices, sent[indices])
 
     shipment.rest = rest
-
-
-def rescale(residual: Tensor, layout: LayerLayout, factors: Mapping[str, float]) -> Tensor:
-    """Multiplies the residual of each layer by its factor, in place; a layer without one keeps its residual.
-
-    Args:
-        residual: e of a bucket, shape (layout.num_elements,).
-        layout: its layers.
-        factors: a factor per parameter name, for example lr_{t-1} / lr_t (Algorithm 1 of Sahu et al., NeurIPS 2021,
-            keeps its residual in units of the learning rate).
-    """
-    for name, start, end in layout.spans():
-        if factors.get(name, 1.0) != 1.0:
-            residual[start:end].mul_(factors[name])
-    return residual
 
 
 def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:
