@@ -105,23 +105,6 @@ def take_out(step: Step, threshold: float, start: int, end: int, excess: float =
     _library().take_out(ctypes.byref(step), *bounds, ctypes.c_float(threshold), ctypes.c_float(excess))
 
 
-def payloads_of(
-    rows: Tensor, ends: Tensor, values: Tensor, offsets: Tensor, wire_dtype: torch.dtype, scale: float
-) -> Payloads:
-    """Describes all workers' payloads of a bucket for ``average`` and ``subtract``.
-
-    Args:
-        rows: uint8, shape (n, bytes), each contiguous: the payloads, which must outlive the result.
-        ends: int32, shape (B,): a view of the first payload.
-        values: in the wire dtype, shape (capacity,): a view of the first payload.
-        offsets: int16, shape (capacity,): a view of the first payload.
-        wire_dtype: of the values.
-        scale: a value is its number in that dtype times this power of two.
-    """
-    sizes = rows.stride(0), len(rows), values.numel(), ends.numel()
-    return Payloads(*map(pointer, (ends, values, offsets)), *sizes, scale, WIRES[wire_dtype])
-
-
 def average(payloads: Payloads, out: Tensor) -> None:
     """Adds payloads to zeros (float32, shape (num_elements,)) in rank order and divides by their number."""
     _library().average(ctypes.byref(payloads), ctypes.c_void_p(pointer(out)))

@@ -15,7 +15,7 @@ from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.kernels import is_available, launch, native
 from lightning_sparse.kernels.decode import add_payloads
-from lightning_sparse.kernels.native import Parts, is_native
+from lightning_sparse.kernels.native import WIRES, Parts, Payloads, is_native, pointer
 
 TILE = 1024
 """Coordinates per iteration, 4 for each of 256 threads. At a density of 1 %, a block has 655 per worker."""
@@ -53,9 +53,12 @@ def subtract(payload_format: PayloadFormat, rows: Tensor, anchor: Tensor, weight
     native.subtract(_native(payload_format, rows), anchor, weights, zeros)
 
 
-def _native(payload_format: PayloadFormat, rows: Tensor) -> native.Payloads:
+def _native(payload_format: PayloadFormat, rows: Tensor) -> Payloads:
+    """Describe payloads, which must outlive the result, to compiled functions."""
     _, ends, values, offsets = payload_format.parts(rows[0])
-    return native.payloads_of(rows, ends, values, offsets, payload_format.wire.dtype, payload_format.wire.scale)
+    sizes = rows.stride(0), len(rows), values.numel(), ends.numel()
+    wire = payload_format.wire
+    return Payloads(*map(pointer, (ends, values, offsets)), *sizes, wire.scale, WIRES[wire.dtype])
 
 
 def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
