@@ -45,15 +45,9 @@ class Step(ctypes.Structure):
         ("slices", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("slice_elements", "selected", "non_finite")),
         ("squares", ctypes.c_double),
-        ("largest_bits", ctypes.c_uint32),
-        *((name, ctypes.c_float) for name in ("loss_scale", "divisor", "scale")),
+        *((name, ctypes.c_float) for name in ("largest", "loss_scale", "divisor", "scale")),
         *((name, ctypes.c_int32) for name in ("wire", "clears")),
     )
-
-    @property
-    def largest(self) -> float:
-        """The largest |p| so far; NaN if a value is NaN."""
-        return ctypes.c_float.from_buffer_copy(ctypes.c_uint32(self.largest_bits)).value
 
 
 class Payloads(ctypes.Structure):
