@@ -13,7 +13,7 @@ from lightning_sparse.sparsifiers.protocol import (
     require_count,
     require_density,
 )
-from lightning_sparse.sparsifiers.top_k import TopK
+from lightning_sparse.sparsifiers.top_k import mark_by_layer
 
 
 class Accordion(MarkingSparsifier):
@@ -72,7 +72,6 @@ class Accordion(MarkingSparsifier):
         self.high_density = high_density
         self.interval = interval
         self.relative_change = relative_change
-        self._low, self._high = TopK(low_density), TopK(high_density)
         self._step = 0
         self._last: dict[str, Tensor] = {}
         self._reset()
@@ -138,15 +137,7 @@ class Accordion(MarkingSparsifier):
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer, k by its regime, and every non-finite one."""
-        if not self._stable_layers.intersection(layout.names):
-            return self._high.mark(compensated, layout)
-        if self._stable_layers.issuperset(layout.names):
-            return self._low.mark(compensated, layout)
-        marks = torch.empty_like(compensated, dtype=torch.bool)
-        for name, start, end in layout.spans():
-            top_k = self._low if name in self._stable_layers else self._high
-            marks[start:end] = top_k.mark(compensated[start:end], LayerLayout((name,), (end - start,)))
-        return marks
+        return mark_by_layer(compensated, layout, self.density_of)
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
         """Returns epoch, regimes, norms and the running sums; see `Sparsifier.state_dict`."""

@@ -63,27 +63,21 @@ class TopK(MarkingSparsifier):
     def survey(self, step: WholeStep) -> None:
         """Finds the k-th largest magnitude of the whole step."""
         if step.num_elements:
-            self._kth = kth_largest_magnitude(step.buckets, self._k(step.num_elements), step.dtype)
+            self._kth = kth_largest_magnitude(step.buckets, _k(self.density, step.num_elements), step.dtype)
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer, or this bucket's of the model's, and every non-finite one."""
         if self.needs_survey:
             return self._mark_largest(compensated)
-        magnitude = compensated.abs()
-        # topk counts NaN as largest, but a layer may hold more non-finite values than k, and all must be sent.
-        selected = magnitude.isfinite().logical_not_()
-        for _, start, end in layout.spans():
-            if end > start:
-                largest = magnitude[start:end].topk(self._k(end - start), sorted=False).indices
-                selected[start:end].index_fill_(0, largest, True)
-        return selected
+        return mark_by_layer(compensated, layout, lambda _: self.density)
 
     def _mark_largest(self, compensated: Tensor) -> Tensor:
         if not compensated.numel():
             return torch.zeros_like(compensated, dtype=torch.bool)
         kth = self._kth
         if kth is None:  # without a survey, the bucket is the whole model
-            kth = kth_largest_magnitude([lambda: compensated], self._k(compensated.numel()), compensated.dtype)
+            k = _k(self.density, compensated.numel())
+            kth = kth_largest_magnitude([lambda: compensated], k, compensated.dtype)
         # No value is below NaN, so if NaN is the k-th, finite values stay.
         kth = kth.to(compensated.device, non_blocking=True).nan_to_num(nan=torch.inf, posinf=torch.inf)
         if kth.dtype != compensated.dtype:  # a comparison that rounds k-th down would admit smaller magnitudes
@@ -92,8 +86,21 @@ class TopK(MarkingSparsifier):
         magnitude = compensated.abs()
         return (magnitude < kth).logical_not_().logical_and_(magnitude != 0)
 
-    def _k(self, num_elements: int) -> int:
-        return max(1, int(self.density * num_elements))
+
+def mark_by_layer(compensated: Tensor, layout: LayerLayout, density_of: Callable[[str], float]) -> Tensor:
+    """Marks the largest magnitudes of each layer, by the density of its name, and every non-finite value."""
+    magnitude = compensated.abs()
+    # topk counts NaN as largest, but a layer may hold more non-finite values than k, and all must be sent.
+    selected = magnitude.isfinite().logical_not_()
+    for name, start, end in layout.spans():
+        if end > start:
+            largest = magnitude[start:end].topk(_k(density_of(name), end - start), sorted=False).indices
+            selected[start:end].index_fill_(0, largest, True)
+    return selected
+
+
+def _k(density: float, num_elements: int) -> int:
+    return max(1, int(density * num_elements))
 
 
 def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: torch.dtype) -> Tensor:
