@@ -80,11 +80,9 @@ class TopK(MarkingSparsifier):
             kth = kth_largest_magnitude([lambda: compensated], k, compensated.dtype)
         # No value is below NaN, so if NaN is the k-th, finite values stay.
         kth = kth.to(compensated.device, non_blocking=True).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        if kth.dtype != compensated.dtype:  # a comparison that rounds k-th down would admit smaller magnitudes
-            rounded = kth.to(compensated.dtype)
-            kth = torch.where(rounded < kth, rounded.nextafter(torch.full_like(rounded, torch.inf)), rounded)
         magnitude = compensated.abs()
-        return (magnitude < kth).logical_not_().logical_and_(magnitude != 0)
+        # A tensor without dimensions would be rounded to the bucket's dtype, and might admit smaller magnitudes.
+        return (magnitude < kth.view(1)).logical_not_().logical_and_(magnitude != 0)
 
 
 def mark_by_layer(compensated: Tensor, layout: LayerLayout, density_of: Callable[[str], float]) -> Tensor:
