@@ -49,12 +49,8 @@ class TopK(MarkingSparsifier):
         require_word("granularity", granularity, get_args(Granularity))
         self.density = density
         self.granularity = granularity
+        self.needs_survey = granularity == "model"
         self._kth: Tensor | None = None
-
-    @property
-    def needs_survey(self) -> bool:  # type: ignore[override]
-        """Whether one threshold holds for the whole step."""
-        return self.granularity == "model"
 
     def begin_step(self, step: int, rank: int) -> None:
         """Discards the k-th magnitude of the last step."""
