@@ -81,14 +81,5 @@ class ThresholdCalibration:
         return variance / steps <= (STABLE * mean) ** 2
 
     def threshold(self, num_elements: int) -> float:
-        """Returns λ in gradient units, for a model of d = num_elements.
-
-        Raises:
-            RuntimeError: the calibration is not complete.
-        """
-        if not self.is_complete:
-            raise RuntimeError(
-                f"Calibration is not complete: {self.measured_steps} of {self.steps} steps measured, "
-                f"sum of squared gradient norms {self._sum}."
-            )
+        """Returns λ in gradient units, for a model of d = num_elements, once the calibration is complete."""
         return sqrt(self._sum / self.measured_steps / (self.density * num_elements * (1 - self._overshoot**2)))
