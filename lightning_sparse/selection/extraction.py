@@ -177,7 +177,9 @@ class Extraction:
         """Fills by a mask, because indices would synchronise with a GPU and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
-        marks = self._marks(bucket)
+        marks = self._sparsifier.mark(compensated, bucket.layout)
+        for start, end in bucket.left_out:
+            marks[start:end] = False
         values = self._sparsifier.values(compensated, bucket.layout)
         non_finite = compensated.isfinite().logical_not_().logical_and_(marks).count_nonzero()
         take_out_marked(bucket.residual, marks, values, shipment)
@@ -208,13 +210,6 @@ class Extraction:
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
         count_before = partial(torch.searchsorted, sent.indices)
         return self._numbers(bucket, shipment, sent.indices.numel(), non_finite, count_before)
-
-    def _marks(self, bucket: FlatBucket) -> Tensor:
-        assert isinstance(self._sparsifier, MarkingSparsifier)
-        marks = self._sparsifier.mark(bucket.residual.after, bucket.layout)
-        for start, end in bucket.left_out:
-            marks[start:end] = False
-        return marks
 
     def _take_rest_from_residual(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
         """Takes the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
