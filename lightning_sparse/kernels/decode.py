@@ -6,8 +6,6 @@ from __future__ import annotations
 from lightning_sparse.kernels.launching import jit, tl
 from lightning_sparse.kernels.values import divide, of_wire
 
-__all__ = ["add_payloads"]
-
 
 @jit
 def add_payloads(

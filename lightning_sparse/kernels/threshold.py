@@ -6,8 +6,6 @@ from __future__ import annotations
 from lightning_sparse.kernels.launching import jit, tl
 from lightning_sparse.kernels.values import _is_finite, divide, sent_and_kept
 
-__all__ = ["pack_block", "summarise", "walk_block"]
-
 
 @jit
 def walk_block(

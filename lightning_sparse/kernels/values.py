@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
 
-__all__ = ["divide", "of_wire", "sent_and_kept"]
-
 
 @jit
 def divide(values: tl.tensor, divisor: tl.tensor) -> tl.tensor:
