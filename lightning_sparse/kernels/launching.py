@@ -64,25 +64,8 @@ def warm_up(device: torch.device, run: Callable[[], None]) -> None:
         device: device of the kernels.
         run: launches all kernels of the training on scratch memory.
     """
-    if not is_available(device):
-        return
-    try:
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:  # a compiler may fail in any way
-        disable(device, error)
-
-
-def disable(device: torch.device, error: Exception) -> None:
-    """Stops using kernels on a device, with a warning."""
-    _disabled.add(device)
-    rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-    warnings.warn(
-        f"lightning_sparse: {rank}the fused kernels cannot be built for {device} and are not used. Selecting takes "
-        f"longer and synchronises with the device. Triton's error: {type(error).__name__}: {error}",
-        stacklevel=2,
-    )
+    if is_available(device):
+        _try(device, run)
 
 
 _disabled: set[torch.device] = set()
@@ -90,9 +73,22 @@ _disabled: set[torch.device] = set()
 
 @lru_cache(maxsize=64)
 def _can_build(device: torch.device) -> bool:
+    return _try(device, lambda: launch(_store_zero, 1, torch.zeros(1, dtype=torch.int32, device=device)))
+
+
+def _try(device: torch.device, run: Callable[[], None]) -> bool:
+    """Returns whether a run succeeds. If not, no more kernels run on the device, and a warning says why."""
     try:
-        launch(_store_zero, 1, torch.zeros(1, dtype=torch.int32, device=device))
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except Exception as error:  # a compiler may fail in any way
-        disable(device, error)
+        _disabled.add(device)
+        rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+        warnings.warn(
+            f"lightning_sparse: {rank}the fused kernels cannot be built for {device} and are not used. Selecting takes "
+            f"longer and synchronises with the device. Triton's error: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
         return False
     return True
