@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -67,17 +68,13 @@ class FlatBucket:
 
         It selects nothing, because the residuals of unused layers are finite.
         """
-        pieces = [run]
-        for start, end in self.left_out:
-            parts = []
-            for piece in pieces:
-                first, last = max(start, piece.start), min(end, piece.end)
-                if first >= last:
-                    parts.append(piece)
-                    continue
-                cut = [piece._replace(end=first), ThresholdRun(inf, first, last), piece._replace(start=last)]
-                parts += [part for part in cut if part.start < part.end]
-            pieces = parts
+        if not self.left_out:
+            return [run]
+        inside = {min(max(bound, run.start), run.end) for span in self.left_out for bound in span}
+        pieces = []
+        for start, end in pairwise(sorted({run.start, run.end, *inside})):
+            is_left_out = any(first <= start < last for first, last in self.left_out)
+            pieces.append(ThresholdRun(inf, start, end) if is_left_out else run._replace(start=start, end=end))
         return pieces
 
     def whole(self, dtype: torch.dtype) -> Tensor:
