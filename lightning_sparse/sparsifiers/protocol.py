@@ -75,7 +75,6 @@ def in_order(selection: Selection, num_elements: int, dtype: torch.dtype) -> Sel
     Args:
         selection: of any order, such as ``compensated.abs().topk(k).indices``.
         num_elements: of its bucket.
-
         dtype: of its bucket.
 
     Raises:
