@@ -137,7 +137,7 @@ class Accordion(MarkingSparsifier):
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer, k by its regime, and every non-finite one."""
-        return mark_by_layer(compensated, layout, self.density_of)
+        return mark_by_layer(compensated, compensated.abs(), layout, self.density_of)
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
         """Returns epoch, regimes, norms and the running sums; see `Sparsifier.state_dict`."""

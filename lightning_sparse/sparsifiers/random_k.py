@@ -1,10 +1,10 @@
 """The Random-k sparsifier, which sends a new random share of every layer in each step."""
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, require_density
 from lightning_sparse.sparsifiers.random_source import RandomSource
+from lightning_sparse.sparsifiers.top_k import mark_by_layer
 
 
 class RandomK(MarkingSparsifier):
@@ -47,12 +47,6 @@ class RandomK(MarkingSparsifier):
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer and every non-finite one; see `MarkingSparsifier.mark`."""
-        marks = compensated.isfinite().logical_not_()
         rank = 0 if self.same_on_all else self._rank
-        random_bits = self._random.random_bits(layout, marks.device, self._step, rank)
-        picked = [random_bits.new_empty(0)]
-        for _, start, end in layout.spans():
-            if end > start:
-                k = max(1, int(self.density * (end - start)))
-                picked.append(random_bits[start:end].topk(k, sorted=False).indices.add_(start))
-        return marks.index_fill_(0, torch.cat(picked), True)
+        scores = self._random.random_bits(layout, compensated.device, self._step, rank)
+        return mark_by_layer(compensated, scores, layout, lambda _: self.density)

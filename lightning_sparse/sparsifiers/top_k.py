@@ -65,7 +65,7 @@ class TopK(MarkingSparsifier):
         """Marks k coordinates of each layer, or this bucket's of the model's, and every non-finite one."""
         if self.needs_survey:
             return self._mark_largest(compensated)
-        return mark_by_layer(compensated, layout, lambda _: self.density)
+        return mark_by_layer(compensated, compensated.abs(), layout, lambda _: self.density)
 
     def _mark_largest(self, compensated: Tensor) -> Tensor:
         if not compensated.numel():
@@ -81,14 +81,15 @@ class TopK(MarkingSparsifier):
         return (magnitude < kth.view(1)).logical_not_().logical_and_(magnitude != 0)
 
 
-def mark_by_layer(compensated: Tensor, layout: LayerLayout, density_of: Callable[[str], float]) -> Tensor:
-    """Marks the largest magnitudes of each layer, by the density of its name, and every non-finite value."""
-    magnitude = compensated.abs()
+def mark_by_layer(
+    compensated: Tensor, scores: Tensor, layout: LayerLayout, density_of: Callable[[str], float]
+) -> Tensor:
+    """Marks the k largest scores of each layer, k by the density of its name, and every non-finite value."""
     # topk counts NaN as largest, but a layer may hold more non-finite values than k, and all must be sent.
-    selected = magnitude.isfinite().logical_not_()
+    selected = compensated.isfinite().logical_not_()
     for name, start, end in layout.spans():
         if end > start:
-            largest = magnitude[start:end].topk(_k(density_of(name), end - start), sorted=False).indices
+            largest = scores[start:end].topk(_k(density_of(name), end - start), sorted=False).indices
             selected[start:end].index_fill_(0, largest, True)
     return selected
 
