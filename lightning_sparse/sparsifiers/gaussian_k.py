@@ -1,5 +1,6 @@
 """The GaussianK sparsifier: about a share of every layer, by a threshold from a fitted Gaussian."""
 
+from functools import lru_cache
 from statistics import NormalDist
 
 import torch
@@ -40,7 +41,6 @@ class GaussianK(MarkingSparsifier):
     def __init__(self, density: float = 0.001) -> None:
         require_density(density, "about 0.1 % of each layer")
         self.density = density
-        self._k_cache: dict[tuple[LayerLayout, torch.device], Tensor] = {}
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks coordinates above their layer's threshold and non-finite ones; see `MarkingSparsifier.mark`."""
@@ -54,7 +54,7 @@ class GaussianK(MarkingSparsifier):
         deviations, means = (torch.stack(values) for values in zip(*moments, strict=True))
         thresholds = means.abs() + -NormalDist().inv_cdf(max(self.density / 2, SMALLEST)) * deviations
         magnitude = finite.abs_()
-        k_by_layer = self._k_by_layer(layout, compensated.device)
+        k_by_layer = _k_by_layer(self.density, layout, compensated.device)
         for _ in range(CORRECTIONS):
             exceed = [magnitude[span] > threshold for span, threshold in zip(spans, thresholds.unbind(), strict=True)]
             share = torch.stack([marked.count_nonzero() for marked in exceed]) / k_by_layer
@@ -66,10 +66,9 @@ class GaussianK(MarkingSparsifier):
             marks[span].logical_or_(magnitude[span] > threshold)
         return marks
 
-    def _k_by_layer(self, layout: LayerLayout, device: torch.device) -> Tensor:
-        """Returns k of every layer on the device; dividing layer by layer would be a launch each."""
-        key = (layout, device)
-        if key not in self._k_cache:
-            k = [max(1, int(self.density * size)) for size in layout.sizes if size]
-            self._k_cache[key] = torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)
-        return self._k_cache[key]
+
+@lru_cache(maxsize=256)
+def _k_by_layer(density: float, layout: LayerLayout, device: torch.device) -> Tensor:
+    """Returns k of every layer on the device; dividing layer by layer would be a launch each."""
+    k = [max(1, int(density * size)) for size in layout.sizes if size]
+    return torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)

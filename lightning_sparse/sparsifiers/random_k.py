@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, require_density
-from lightning_sparse.sparsifiers.random_source import RandomSource
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, require_count, require_density
+from lightning_sparse.sparsifiers.random_source import random_bits
 from lightning_sparse.sparsifiers.top_k import mark_by_layer
 
 
@@ -33,13 +33,13 @@ class RandomK(MarkingSparsifier):
 
     def __init__(self, density: float = 0.001, *, same_on_all: bool = True, seed: int = 0) -> None:
         require_density(density, "0.1 % of each layer")
+        require_count("seed", seed, least=0)
         if not isinstance(same_on_all, bool):
             raise TypeError(f"Invalid {same_on_all=}. Must be True or False.")
         self.density = density
         self.same_on_all = same_on_all
         self.seed = seed
         self._step = self._rank = 0
-        self._random = RandomSource(seed)
 
     def begin_step(self, step: int, rank: int) -> None:
         """Notes the number of the step and the rank."""
@@ -48,5 +48,5 @@ class RandomK(MarkingSparsifier):
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer and every non-finite one; see `MarkingSparsifier.mark`."""
         rank = 0 if self.same_on_all else self._rank
-        scores = self._random.random_bits(layout, compensated.device, self._step, rank)
+        scores = random_bits(layout, compensated.device, seed=self.seed, step=self._step, rank=rank)
         return mark_by_layer(compensated, scores, layout, lambda _: self.density)

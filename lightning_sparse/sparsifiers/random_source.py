@@ -1,40 +1,32 @@
 """Reproducible random numbers for each coordinate and step, on every worker, device and resumed run."""
 
 import hashlib
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import LayerLayout, require_count
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """The distance between the numbers of two steps, 2**64 divided by the golden ratio, odd."""
 
 
-class RandomSource:
-    """A source of random bits that depend on seed, step, rank and layer names.
+def random_bits(layout: LayerLayout, device: torch.device, *, seed: int, step: int, rank: int) -> Tensor:
+    """Returns 64 random bits per element: int64, unique within a layer, equal on all devices."""
+    starts, sizes = _starts(layout, device, seed, rank)
+    numbers = torch.repeat_interleave(starts, sizes, output_size=layout.num_elements)
+    numbers.add_(torch.arange(layout.num_elements, device=device)).add_(step * GOLDEN % (1 << 63))
+    return _mix(numbers)
 
-    Raises:
-        ValueError: a seed that is not a whole number of at least 0.
-    """
 
-    def __init__(self, seed: int) -> None:
-        require_count("seed", seed, least=0)
-        self._seed = seed
-        self._starts: dict[tuple[LayerLayout, torch.device, int], tuple[Tensor, Tensor]] = {}
-
-    def random_bits(self, layout: LayerLayout, device: torch.device, step: int, rank: int) -> Tensor:
-        """Returns 64 random bits per element: int64, unique within a layer, equal on all devices."""
-        key = (layout, device, rank)
-        if key not in self._starts:  # added to an element's position in the bucket
-            starts = torch.tensor([_digest(self._seed, rank, name) for name in layout.names], dtype=torch.int64)
-            starts -= torch.tensor(layout.boundaries[:-1], dtype=torch.int64)
-            sizes = torch.tensor(layout.sizes, dtype=torch.int64)
-            self._starts[key] = starts.to(device, non_blocking=True), sizes.to(device, non_blocking=True)
-        starts, sizes = self._starts[key]
-        numbers = torch.repeat_interleave(starts, sizes, output_size=layout.num_elements)
-        numbers.add_(torch.arange(layout.num_elements, device=device)).add_(step * GOLDEN % (1 << 63))
-        return _mix(numbers)
+@lru_cache(maxsize=256)
+def _starts(layout: LayerLayout, device: torch.device, seed: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Returns the number of each layer, to which an element's position in the bucket is added, and its size."""
+    starts = torch.tensor([_digest(seed, rank, name) for name in layout.names], dtype=torch.int64)
+    starts -= torch.tensor(layout.boundaries[:-1], dtype=torch.int64)
+    sizes = torch.tensor(layout.sizes, dtype=torch.int64)
+    return starts.to(device, non_blocking=True), sizes.to(device, non_blocking=True)
 
 
 def _digest(*values: object) -> int:

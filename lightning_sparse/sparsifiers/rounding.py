@@ -5,8 +5,8 @@ from math import frexp, ldexp
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, is_number
-from lightning_sparse.sparsifiers.random_source import RandomSource
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, is_number, require_count
+from lightning_sparse.sparsifiers.random_source import random_bits
 
 BITS = 24
 """Random bits per element, the resolution of float32 between 1/2 and 1."""
@@ -95,7 +95,7 @@ class StochasticRounding(ScaledIntegerRounding):
 
     def __init__(self, step: float, *, seed: int = 0) -> None:
         super().__init__(step)
-        self._random = RandomSource(seed)
+        require_count("seed", seed, least=0)
         self.seed = seed
         self._step_number = self._rank = 0
 
@@ -104,7 +104,7 @@ class StochasticRounding(ScaledIntegerRounding):
         self._step_number, self._rank = step, rank
 
     def _whole_steps(self, steps: Tensor, layout: LayerLayout) -> Tensor:
-        random_bits = self._random.random_bits(layout, steps.device, self._step_number, self._rank)
-        uniform = random_bits.bitwise_and_((1 << BITS) - 1).to(steps.dtype).div_(1 << BITS)
+        bits = random_bits(layout, steps.device, seed=self.seed, step=self._step_number, rank=self._rank)
+        uniform = bits.bitwise_and_((1 << BITS) - 1).to(steps.dtype).div_(1 << BITS)
         below = steps.floor()
         return below.add_(steps - below > uniform)
