@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, is_number, require_count
-from lightning_sparse.sparsifiers.random_source import random_bits
+from lightning_sparse.sparsifiers.random_k import random_bits
 
 BITS = 24
 """Random bits per element, the resolution of float32 between 1/2 and 1."""
