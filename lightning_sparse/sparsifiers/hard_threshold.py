@@ -4,7 +4,7 @@ import struct
 import sys
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from math import inf, isfinite
+from math import inf
 from typing import NamedTuple, get_args
 
 import torch
@@ -35,7 +35,7 @@ class ThresholdRun(NamedTuple):
         threshold: λ, rounded up to the residual's dtype.
         start: the first element.
         end: the element after the last.
-        excess: κ λ in the residual's dtype, by which a sent value exceeds p in magnitude.
+        excess: κ λ, by which a sent value exceeds p in magnitude. Additions round it to the residual's dtype.
     """
 
     threshold: float
@@ -236,7 +236,8 @@ class HardThreshold(MarkingSparsifier):
                 if runs and runs[-1].threshold == threshold and not by_layer:
                     runs[-1] = runs[-1]._replace(end=end)
                 else:
-                    runs.append(ThresholdRun(threshold, start, end, _product(self.overshoot, threshold, dtype)))
+                    excess = self.overshoot * threshold if self.overshoot else 0.0  # λ may be infinite
+                    runs.append(ThresholdRun(threshold, start, end, excess))
             self._runs[key] = tuple(runs)
         return self._runs[key]
 
@@ -256,12 +257,6 @@ class Dense(HardThreshold):
 def exceed(compensated: Tensor, excess: float) -> Tensor:
     """Returns p + excess · sign(p), with the same bits as in ``kernels/native.c`` and ``kernels/values.py``."""
     return torch.where(compensated > 0, compensated + excess, compensated - excess)
-
-
-def _product(overshoot: float, threshold: float, dtype: torch.dtype) -> float:
-    """Returns κ λ, rounded to the dtype; 0 if λ is infinite."""
-    product = overshoot * threshold
-    return float(torch.tensor(product, dtype=dtype)) if product and isfinite(product) else 0.0
 
 
 def _check_threshold(name: str, value: float) -> None:
