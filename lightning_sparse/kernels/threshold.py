@@ -13,8 +13,8 @@ def walk_block(
     excesses: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor,
     out: tl.tensor, numbers: tl.tensor,
     num_elements: tl.tensor, divisor: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr,
-    CLEARS: tl.constexpr, MEASURES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
-    NON_FINITE: tl.constexpr, SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr,
+    CLEARS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    NON_FINITE: tl.constexpr, SQUARED_ERROR: tl.constexpr,
 ) -> None:  # fmt: skip
     """Computes p of a block and marks selected coordinates, or writes them to ``out`` and keeps the rest.
 
@@ -26,38 +26,31 @@ def walk_block(
     selected_of_word = tl.zeros([WORDS], tl.int32)
     non_finite_of_word = tl.zeros([WORDS], tl.int32)
     squares_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)  # sums of few values, added in float64 later
-    gradient_of_place = tl.zeros([WORDS, 32], residual.dtype.element_ty)
     # Complete words of 32 elements come first, because their uniform mask lets threads load four elements at a time.
     whole = length // 32 * 32
     for tile in range(0, whole, WORDS * 32):
-        ones, wrong, g, kept = _walk_words(
+        ones, wrong, kept = _walk_words(
             former, residual, gradient, loss_scale, thresholds, excesses, run_starts, first_run, bits, out,
             begin, tile // 32 + tl.arange(0, WORDS), whole, divisor, scale, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected_of_word += ones
         non_finite_of_word += wrong
         squares_of_place += kept * kept
-        if MEASURES:
-            gradient_of_place += g * g
     selected = tl.sum(selected_of_word, 0)
     non_finite = tl.sum(non_finite_of_word, 0)
     squares = tl.sum(tl.sum(squares_of_place.to(tl.float64), 1), 0)
-    of_gradient = tl.sum(tl.sum(gradient_of_place.to(tl.float64), 1), 0)
     if whole < length:
-        ones, wrong, g, kept = _walk_words(
+        ones, wrong, kept = _walk_words(
             former, residual, gradient, loss_scale, thresholds, excesses, run_starts, first_run, bits, out,
             begin, whole // 32 + tl.arange(0, 1), length, divisor, scale, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected += tl.sum(ones, 0)
         non_finite += tl.sum(wrong, 0)
         squares += tl.sum(tl.sum((kept * kept).to(tl.float64), 1), 0)
-        of_gradient += tl.sum(tl.sum((g * g).to(tl.float64), 1), 0)
     blocks = tl.num_programs(0)
     tl.store(counts + block, selected)
     tl.store(numbers + NON_FINITE * blocks + block, non_finite.to(tl.float64))
     tl.store(numbers + SQUARED_ERROR * blocks + block, squares)
-    if MEASURES:
-        tl.store(numbers + SQUARED_GRADIENT_NORM * blocks + block, of_gradient)
 
 
 @jit
@@ -67,7 +60,7 @@ def _walk_words(
     begin: tl.tensor, word: tl.tensor, length: tl.tensor, divisor: tl.tensor, scale: tl.tensor,
     WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Walks words of 32 elements; returns counts of selected and non-finite elements, g / S, and e'."""
+    """Walks words of 32 elements; returns counts of selected and non-finite elements, and e'."""
     column = tl.arange(0, 32)[None, :]
     at = word[:, None] * 32 + column
     inside = at < length
@@ -93,7 +86,7 @@ def _walk_words(
         tl.store(gradient + begin + at, tl.zeros_like(p).to(gradient.dtype.element_ty), mask=inside)
     if bits is not None:
         tl.store(bits + begin // 32 + word, tl.sum(ones << column, 1), mask=word * 32 < length)
-    return tl.sum(ones, 1), tl.sum((~_is_finite(p)).to(tl.int32), 1), g, kept
+    return tl.sum(ones, 1), tl.sum((~_is_finite(p)).to(tl.int32), 1), kept
 
 
 @jit
@@ -117,7 +110,7 @@ def _of_run(
 def summarise(
     counts: tl.tensor, numbers: tl.tensor, bits: tl.tensor, boundaries: tl.tensor, before: tl.tensor,
     starts: tl.tensor, ends: tl.tensor, header: tl.tensor, programs: tl.tensor, num_layers: tl.tensor,
-    num_slices: tl.tensor, MEASURES: tl.constexpr, BLOCK: tl.constexpr, PER_END: tl.constexpr, WIDTH: tl.constexpr,
+    num_slices: tl.tensor, BLOCK: tl.constexpr, PER_END: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, SELECTED: tl.constexpr, LARGEST_SLICE: tl.constexpr, NON_FINITE: tl.constexpr,
     SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr, FIXED_FIELDS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -129,7 +122,6 @@ def summarise(
     total = tl.full((), 0, tl.int64)
     non_finite = tl.full((), 0.0, tl.float64)
     squares = tl.full((), 0.0, tl.float64)
-    of_gradient = tl.full((), 0.0, tl.float64)
     for first in range(0, programs, WIDTH):
         block = first + tl.arange(0, WIDTH)
         inside = block < programs
@@ -142,9 +134,6 @@ def summarise(
         total += tl.sum(count, 0)
         non_finite += tl.sum(tl.load(numbers + NON_FINITE * programs + block, mask=inside, other=0.0), 0)
         squares += tl.sum(tl.load(numbers + SQUARED_ERROR * programs + block, mask=inside, other=0.0), 0)
-        if MEASURES:
-            row = numbers + SQUARED_GRADIENT_NORM * programs
-            of_gradient += tl.sum(tl.load(row + block, mask=inside, other=0.0), 0)
     tl.store(starts + programs, total)
     largest_slice = tl.full((), 0, tl.int64)
     if boundaries is not None:
@@ -171,7 +160,7 @@ def summarise(
     tl.store(header + SELECTED, total.to(tl.float64))
     tl.store(header + LARGEST_SLICE, largest_slice.to(tl.float64))
     tl.store(header + NON_FINITE, non_finite)
-    tl.store(header + SQUARED_GRADIENT_NORM, of_gradient)
+    tl.store(header + SQUARED_GRADIENT_NORM, 0.0)
     tl.store(header + SQUARED_ERROR, squares)
 
 

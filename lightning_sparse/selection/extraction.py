@@ -83,17 +83,17 @@ class Extraction:
         is_fast = may_be_fast and not has_kernels and is_native(*bucket.residual, wire_dtype=wire.dtype)
         if bucket.weights is not None and not is_fast:
             bucket.form()
-        if has_kernels:
-            header = self._fill_fused(bucket, shipment, measures_gradient)
-            if sums is not None:
-                bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
-            return header
         squared_gradient_norm: float | Tensor = 0.0
         if measures_gradient:
             gradient = bucket.gradient if bucket.weights is None else bucket.whole(bucket.gradient.dtype)
             squared_gradient_norm = squared_norm(gradient)
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
+        if has_kernels:
+            header = self._fill_fused(bucket, shipment, squared_gradient_norm)
+            if sums is not None:
+                bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
+            return header
         if is_fast:
             numbers = self._fill_natively(bucket, shipment)
         elif self._is_marking and (shipment.payload is None or bucket.gradient.device.type != "cpu"):
@@ -107,14 +107,14 @@ class Extraction:
         numbers.squared_gradient_norm = squared_gradient_norm
         return numbers.header(bucket.gradient.device)
 
-    def _fill_fused(self, bucket: FlatBucket, shipment: Shipment, measures_gradient: bool) -> Tensor:
+    def _fill_fused(self, bucket: FlatBucket, shipment: Shipment, squared_gradient_norm: float | Tensor) -> Tensor:
         after, runs = bucket.residual.after, self._pieces(bucket)
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         if shipment.payload is not None:
             shipment.is_cleared = shipment.out is bucket.gradient
             shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
-        take_out_fused(self._space, bucket, shipment, runs, header, boundaries, measures_gradient=measures_gradient)
+        take_out_fused(self._space, bucket, shipment, runs, header, boundaries, squared_gradient_norm)
         if self._per_layer:
             header[layer_fields("squared_error", bucket.layout)] = layer_errors(after, bucket.layout)
         return header

@@ -39,7 +39,7 @@ _WALK = {"BLOCK": BLOCK_ELEMENTS, "WORDS": 128, "num_warps": 16, "enable_fp_fusi
 _SUMMARISE = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16, "num_warps": 8}
 # The marks determine the selected coordinates of a bucket and its slices, not the numbers of blocks.
 _SLOTS = {name.upper(): slot for name, slot in SLOTS.items()}
-_WALK |= {name: slot for name, slot in _SLOTS.items() if name not in ("SELECTED", "LARGEST_SLICE")}
+_WALK |= {name: slot for name, slot in _SLOTS.items() if name in ("NON_FINITE", "SQUARED_ERROR")}
 _SUMMARISE |= _SLOTS | {"FIXED_FIELDS": FIXED_FIELDS}
 _PACK = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "num_warps": 4, "enable_fp_fusion": False}
 
@@ -66,8 +66,7 @@ def take_out_fused(
     runs: Sequence[ThresholdRun],
     header: Tensor,
     boundaries: Boundaries | None = None,
-    *,
-    measures_gradient: bool = False,
+    squared_gradient_norm: float | Tensor = 0.0,
 ) -> None:
     """Selects coordinates with not (abs(p) < λ), p = e + g / S, writes them out and keeps the rest.
 
@@ -84,7 +83,7 @@ def take_out_fused(
         header: float64, shape (FIXED_FIELDS + layers,) or more: receives the numbers of the step, and the selected
             coordinates of each layer. Further fields are not modified.
         boundaries: of the layers and slices whose coordinates are counted.
-        measures_gradient: whether the header holds ‖g‖² instead of 0.
+        squared_gradient_norm: ‖g‖² for the header, on the bucket's device; 0 outside of calibration.
     """
     (before, after), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
     size, device = after.numel(), after.device
@@ -113,7 +112,7 @@ def take_out_fused(
     inputs = (before, after, gradient, bucket.loss_scale, *tables)
     work = (*inputs, bits, counts, dense, numbers, size, shipment.divisor, wire.scale)
     storage = getattr(tl, str(wire.storage).removeprefix("torch."))
-    constants = {"WIRE": storage, "LIMIT": wire.limit, "CLEARS": clears, "MEASURES": measures_gradient}
+    constants = {"WIRE": storage, "LIMIT": wire.limit, "CLEARS": clears}
     launch(walk_block, blocks, *work, **constants, **_WALK)
     if must_clear and not clears:
         gradient.zero_()
@@ -123,7 +122,9 @@ def take_out_fused(
         counts_before = space.take("before", places.numel(), torch.int64, device)
     assert header.numel() >= FIXED_FIELDS + num_layers
     arguments = (counts, numbers, bits, places, counts_before, starts, ends, header)
-    launch(summarise, 1, *arguments, blocks, num_layers, num_slices, MEASURES=measures_gradient, **_SUMMARISE)
+    launch(summarise, 1, *arguments, blocks, num_layers, num_slices, **_SUMMARISE)
+    if isinstance(squared_gradient_norm, Tensor):
+        header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
     if parts is not None:
         into = (parts.values, parts.offsets, size, parts.values.numel(), wire.scale)
         launch(pack_block, blocks, after, *tables[1:], bits, starts, *into, LIMIT=wire.limit, **_PACK)
