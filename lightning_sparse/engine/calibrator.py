@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.engine.density_control import DensityControl, LayerControl, is_all_sent, pace_of
-from lightning_sparse.engine.step_stats import StepStats
+from lightning_sparse.engine.density_control import DensityControl, pace_of, share_of_layer
+from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
@@ -39,18 +39,14 @@ class Calibrator:
     def begin(self) -> None:
         """Discard a calibrated λ and start a new calibration."""
         self._running: ThresholdCalibration | None = None
-        self._control: DensityControl | None = None
-        self._layer_control: LayerControl | None = None
-        self._open: tuple[StepStats, StepStats | None] | None = None
+        self._controls: dict[str, DensityControl] = {}  # by layer, "" is the model
+        self._open: StepStats | None = None
         self._observed_steps = 0
         if self._sparsifier is not None and self._sparsifier.density is not None:
-            density, overshoot = self._sparsifier.density, self._sparsifier.overshoot
             self._sparsifier.forget_calibration()
-            if self._sparsifier.granularity == "layer":
-                self._layer_control = LayerControl(density, keeps_rest=self._keeps_rest, overshoot=overshoot)
-            else:
-                self._control = DensityControl(density, pace_of(density))
-            self._running = ThresholdCalibration(density, self._sparsifier.calibration_steps, overshoot=overshoot)
+            self._running = ThresholdCalibration(
+                self._sparsifier.density, self._sparsifier.calibration_steps, overshoot=self._sparsifier.overshoot
+            )
 
     @property
     def is_running(self) -> bool:
@@ -60,7 +56,8 @@ class Calibrator:
     @property
     def needs_layers(self) -> bool:
         """Whether ``observe`` needs the statistics of every layer."""
-        return self._layer_control is not None
+        sparsifier = self._sparsifier
+        return sparsifier is not None and sparsifier.density is not None and sparsifier.granularity == "layer"
 
     def set_threshold(self, threshold: float) -> None:
         """Set λ and end calibration. With a density, λ is adjusted from this value."""
@@ -69,19 +66,18 @@ class Calibrator:
         self._sparsifier.fix_threshold(threshold)
         self._running = self._open = None
 
-    def observe(self, stats: StepStats, before: StepStats | None, *, counts: bool = True) -> None:
+    def observe(self, stats: StepStats, *, counts: bool = True) -> None:
         """Calibrate or adjust λ with the statistics of a step.
 
-        λ does not change if nothing was sent and no residual has changed since the previous step (a learning rate of
-        0). With ``counts=False``, the step adjusts λ only if you call ``confirm`` before the next step.
+        With ``counts=False``, the step adjusts λ only if you call ``confirm`` before the next step.
         """
         if self._sparsifier is None:
             return
         if self._running is None:
             if counts:
-                self._correct(stats, before, None)
+                self._correct(stats, None)
             else:
-                self._open = stats, before
+                self._open = stats
             return
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
@@ -118,46 +114,54 @@ class Calibrator:
         """
         if self._open is None or not names:
             return
-        self._correct(*self._open, names)
-        if self._layer_control is None:
+        self._correct(self._open, names)
+        if not self.needs_layers:
             self._open = None  # a step adjusts a single λ only once
 
-    def _correct(self, stats: StepStats, before: StepStats | None, names: Collection[str] | None) -> None:
+    def _correct(self, stats: StepStats, names: Collection[str] | None) -> None:
+        """Adjust λ, or with one λ per layer those of layers in ``names``; of all layers if that is None."""
         sparsifier = self._sparsifier
         # NaN and infinity are sent at any λ, so λ does not depend on steps that contain them.
-        if sparsifier is None or not sparsifier.threshold or stats.non_finite:
+        if sparsifier is None or sparsifier.density is None or not sparsifier.threshold or stats.non_finite:
             return
-        has_moved = stats.selected or before is None or stats.squared_error != before.squared_error
-        if self._control is not None and (has_moved or not self._keeps_rest):
-            excess = sparsifier.overshoot * sparsifier.threshold
-            is_all = self._keeps_rest and is_all_sent(stats, self._control.density, excess)
-            sparsifier.fix_threshold(self._control.corrected(sparsifier.threshold, stats.density, is_all=is_all))
-        if self._layer_control is not None:
-            controlled = {name: layer for name, layer in stats.layers.items() if not sparsifier.is_given(name)}
-            sparsifier.fix_layers(self._layer_control.corrected(controlled, sparsifier.threshold_of, names))
+        if not self.needs_layers:
+            sparsifier.fix_threshold(self._corrected("", sparsifier.threshold, stats, sparsifier.density))
+            return
+        thresholds: dict[str, float] = {}
+        for name, layer in stats.layers.items():
+            if layer.num_elements and not sparsifier.is_given(name):
+                thresholds[name] = sparsifier.threshold_of(name)
+                if names is None or name in names:
+                    share = share_of_layer(sparsifier.density, layer.num_elements)
+                    thresholds[name] = self._corrected(name, thresholds[name], layer, share)
+        sparsifier.fix_layers(thresholds)
+
+    def _corrected(self, name: str, threshold: float, stats: StepStats | LayerStats, density: float) -> float:
+        assert self._sparsifier is not None
+        assert self._sparsifier.density is not None
+        control = self._controls.get(name)
+        if control is None or control.density != density:  # the checkpoint's layer had another size
+            control = self._controls[name] = DensityControl(density)
+        # Not the pace of a layer's target: λ of a layer that sends a coordinate in every second step would jump.
+        pace, overshoot = pace_of(self._sparsifier.density), self._sparsifier.overshoot
+        return control.corrected(threshold, stats, pace, keeps_rest=self._keeps_rest, overshoot=overshoot)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return λ, the running calibration and the controller, or None for missing ones."""
-        state: dict[str, Any] = {
+        """Return λ, the running calibration and the controllers; None for a missing λ or calibration."""
+        return {
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
+            "layer_thresholds": {} if self._sparsifier is None else dict(self._sparsifier.of_layers),
             "calibration": None if self._running is None else self._running.state_dict(),
-            "control": None if self._control is None else self._control.state_dict(),
+            "controls": {name: dict(vars(control)) for name, control in self._controls.items()},
         }
-        if self._layer_control is not None and self._sparsifier is not None:
-            thresholds = dict(self._sparsifier.of_layers)
-            state["layers"] = {"thresholds": thresholds, "controls": self._layer_control.state_dict()}
-        return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state of a calibrator whose sparsifier has the same settings."""
         self._open = None
         if self._sparsifier is not None and saved["threshold"] is not None:
             self._sparsifier.fix_threshold(saved["threshold"])
+            self._sparsifier.fix_layers(saved["layer_thresholds"])
             self._running = None
-            if self._control is not None and saved["control"] is not None:
-                self._control.load_state_dict(saved["control"])
-            if self._layer_control is not None and saved.get("layers") is not None:
-                self._sparsifier.fix_layers(saved["layers"]["thresholds"])
-                self._layer_control.load_state_dict(saved["layers"]["controls"])
+            self._controls = {name: DensityControl(**control) for name, control in saved["controls"].items()}
         elif self._running is not None and saved["calibration"] is not None:
             self._running.load_state_dict(saved["calibration"])

@@ -1,6 +1,6 @@
 """Controls λ after calibration to reach the density, per model or per layer."""
 
-from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from math import exp, log
 
 from torch import finfo, float32
@@ -42,8 +42,9 @@ def pace_of(density: float) -> float:
     return min(FASTEST, max(1.0, density / UNHURRIED))
 
 
+@dataclass
 class DensityControl:
-    """Adjusts λ slowly from global densities, so that it is equal on all workers.
+    """Adjusts λ of the model or of a layer slowly from global densities, so that it is equal on all workers.
 
     A proportional controller that aims at the target density and compensates for an earlier surplus or deficit::
 
@@ -51,48 +52,56 @@ class DensityControl:
         aim    = asked · exp(owed · pace / HORIZON)        within a factor of four
         λ      ← λ · (recent / aim) ^ (GAIN · pace) · max(1, min(recent, seen) / (2 · asked)) ^ CATCHING_UP
 
-    Args:
+    Attributes:
         density: the share of coordinates to send on average, in (0, 1].
-        pace: the pace of λ relative to small densities; see ``pace_of``.
+        recent: the running density, relative to the target.
+        owed: the deficit since calibration, in steps at the target density.
+        squared_error: (1/n) Σ_i ‖e_i‖² after the last step; -1 before the first.
     """
 
-    def __init__(self, density: float, pace: float) -> None:
-        self.density = density
-        self.squared_error = -1.0  # of a layer after the last step; LayerControl sets it
-        self._pace = pace
-        self._recent = 1.0
-        self._owed = 0.0
+    density: float
+    recent: float = 1.0
+    owed: float = 0.0
+    squared_error: float = -1.0
 
-    def corrected(self, threshold: float, density: float, *, is_all: bool = False) -> float:
+    def corrected(
+        self,
+        threshold: float,
+        stats: StepStats | LayerStats,
+        pace: float,
+        *,
+        keeps_rest: bool = True,
+        overshoot: float = 0.0,
+    ) -> float:
         """Return λ for the next step.
+
+        λ does not change if nothing was sent and the residual has not changed: the layer was not used, or the learning
+        rate of a drift is 0. If all nonzero values were sent, a smaller λ would not send more, so λ does not fall, and
+        the controller does not compensate for this step.
 
         Args:
             threshold: λ of this step.
-            density: the density of this step, in 0…1.
-            is_all: whether all nonzero values were sent. A smaller λ would not send more, so λ does not fall, and the
-                controller does not compensate for this step.
+            stats: the statistics of this step.
+            pace: the pace of λ relative to small densities; see ``pace_of``.
+            keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used,
+                because the statistics do not show whether its gradient was zero or below λ.
+            overshoot: κ of the hard threshold.
         """
-        seen = density / self.density
-        if is_all and seen < 1:
-            self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
+        has_moved = stats.selected or stats.squared_error != self.squared_error
+        self.squared_error = stats.squared_error
+        if keeps_rest and not has_moved:
             return threshold
-        most = MOST_OWED * HORIZON / self._pace
-        self._owed = min(most, self._owed + 1 - seen)  # bounded, so that a long deficit is not sent at once
-        self._recent += (seen - self._recent) * self._pace / RECENT_STEPS
-        aim = max(-MOST_OWED, min(MOST_OWED, self._owed * self._pace / HORIZON))
-        off = log(self._recent) - aim if self._recent > 0 else -FURTHEST
-        excess = log(max(1.0, min(self._recent, seen) / FAR_TOO_MUCH))
-        gain = GAIN * self._pace
-        change = gain * max(-FURTHEST, min(FURTHEST, off)) + CATCHING_UP * min(FURTHEST, excess)
+        seen = stats.density / self.density
+        self.recent += (seen - self.recent) * pace / RECENT_STEPS
+        if keeps_rest and seen < 1 and is_all_sent(stats, self.density, overshoot * threshold):
+            return threshold
+        most = MOST_OWED * HORIZON / pace
+        self.owed = min(most, self.owed + 1 - seen)  # bounded, so that a long deficit is not sent at once
+        aim = max(-MOST_OWED, min(MOST_OWED, self.owed * pace / HORIZON))
+        off = log(self.recent) - aim if self.recent > 0 else -FURTHEST
+        excess = log(max(1.0, min(self.recent, seen) / FAR_TOO_MUCH))
+        change = GAIN * pace * max(-FURTHEST, min(FURTHEST, off)) + CATCHING_UP * min(FURTHEST, excess)
         return max(SMALLEST, min(LARGEST, threshold * exp(change)))
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the running density and the deficit, relative to the target density."""
-        return {"recent": self._recent, "owed": self._owed}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from the result of ``state_dict``."""
-        self._recent, self._owed = state["recent"], state["owed"]
 
 
 def is_all_sent(stats: StepStats | LayerStats, density: float, excess: float) -> bool:
@@ -110,76 +119,13 @@ def is_all_sent(stats: StepStats | LayerStats, density: float, excess: float) ->
 
 
 def share_of_layer(density: float, num_elements: int) -> float:
-    """Return the target share of a layer with this many elements.
+    """Return the target share of a layer: one coordinate per step, if the density asks for less.
+
+    It is at most half of the coordinates. A layer with a target of 100 % could never compensate for a step that sent
+    less, so λ would fall forever.
 
     Example:
         >>> [share_of_layer(0.01, size) for size in (1, 10, 1000)]
         [0.5, 0.1, 0.01]
     """
     return max(density, min(MOST_FOR_ONE, 1 / num_elements))
-
-
-class LayerControl:
-    """Adjusts λ of every layer from global densities, so that all workers agree.
-
-    The target of a layer with fewer than 1 / density elements is one coordinate per step, but at most half of its
-    coordinates. A layer with a target of 100 % could never compensate for a step that sent less, so λ would fall
-    forever. If a layer sent nothing and its residual did not change, the layer was not used, and λ does not change.
-
-    Args:
-        density: the share of each layer to send on average, in (0, 1].
-        keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used, because
-            the statistics do not show whether its gradient was zero or below λ.
-        overshoot: κ of the hard threshold.
-    """
-
-    def __init__(self, density: float, *, keeps_rest: bool = True, overshoot: float = 0.0) -> None:
-        self.density = density
-        self._keeps_rest = keeps_rest
-        self._overshoot = overshoot
-        # Not the pace of a layer's target: λ of a layer that sends a coordinate in every second step would jump.
-        self._pace = pace_of(density)
-        self._layers: dict[str, DensityControl] = {}
-
-    def corrected(
-        self,
-        layers: Mapping[str, LayerStats],
-        threshold_of: Callable[[str], float],
-        names: Collection[str] | None = None,
-    ) -> dict[str, float]:
-        """Return λ of every layer for the next step.
-
-        The step adjusts λ of layers in ``names``, or of all layers if ``names`` is None. Other layers keep their λ.
-        """
-        thresholds = {name: threshold_of(name) for name, stats in layers.items() if stats.num_elements}
-        return {
-            name: self._correct_layer(name, layers[name], threshold) if names is None or name in names else threshold
-            for name, threshold in thresholds.items()
-        }
-
-    def _correct_layer(self, name: str, stats: LayerStats, threshold: float) -> float:
-        asked = share_of_layer(self.density, stats.num_elements)
-        layer = self._layers.get(name)
-        if layer is None or layer.density != asked:  # the checkpoint's layer had another size
-            layer = self._layers[name] = DensityControl(asked, self._pace)
-        has_moved = stats.selected or stats.squared_error != layer.squared_error
-        layer.squared_error = stats.squared_error
-        if not has_moved and self._keeps_rest:
-            return threshold
-        is_all = self._keeps_rest and is_all_sent(stats, asked, self._overshoot * threshold)
-        return layer.corrected(threshold, stats.density, is_all=is_all)
-
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return the controller state of every layer."""
-        return {
-            name: layer.state_dict() | {"density": layer.density, "squared_error": layer.squared_error}
-            for name, layer in self._layers.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Continue from the result of ``state_dict``."""
-        self._layers.clear()
-        for name, saved in state.items():
-            layer = self._layers[name] = DensityControl(saved["density"], self._pace)
-            layer.load_state_dict(saved)
-            layer.squared_error = saved["squared_error"]

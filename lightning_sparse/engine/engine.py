@@ -200,7 +200,7 @@ class Engine:
         )
         self.last_step = stats = self.of_whole_model(stats)
         self.next_step += 1
-        self.calibrator.observe(stats, before, counts=counts)
+        self.calibrator.observe(stats, counts=counts)
         for receiver in self.subscribers:
             receiver(stats)
 

@@ -7,14 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse.engine.density_control import DensityControl, LayerControl, pace_of
+from lightning_sparse import HardThreshold, StepStats
+from lightning_sparse.engine.calibrator import Calibrator
+from lightning_sparse.engine.density_control import DensityControl, pace_of
 from lightning_sparse.engine.step_stats import LayerStats
 
 CALIBRATION_STEPS = 50
 
 
-def control_of(density):
-    return DensityControl(density, pace_of(density))
+def corrected(control, threshold, density, *, is_all=False):
+    """Returns the next λ after a step in which the residual has changed."""
+    squared_error = 0.0 if is_all else abs(control.squared_error) + 1
+    stats = LayerStats(1000, round(1000 * density), density, squared_error)
+    return control.corrected(threshold, stats, pace_of(control.density))
 
 
 def walk(threshold, increments, control=None):
@@ -26,7 +31,7 @@ def walk(threshold, increments, control=None):
         residuals[selected] = 0
         densities.append(selected.mean())
         if control is not None:
-            threshold = control.corrected(threshold, densities[-1])
+            threshold = corrected(control, threshold, densities[-1])
     return np.array(densities)
 
 
@@ -52,7 +57,7 @@ def test_the_volume_stays_within_a_fifth_of_the_requested_density(name, density,
     scales = [SCALES[name](1000, step) for step in range(1000)]
     threshold = math.sqrt(np.mean(np.square(scales[:CALIBRATION_STEPS])) * np.mean(1 + directions**2) / density)
     increments = [scale * (generator.standard_normal(10_000) + directions) for scale in scales[CALIBRATION_STEPS:]]
-    assert 1 / 1.2 < walk(threshold, increments, control_of(density)).mean() / density < 1.2
+    assert 1 / 1.2 < walk(threshold, increments, DensityControl(density)).mean() / density < 1.2
     if name == "warm-up" and density == 0.01:
         assert walk(threshold, increments).mean() / density > 5
 
@@ -61,21 +66,21 @@ def test_the_volume_stays_within_a_fifth_of_the_requested_density(name, density,
 def test_the_controller_compensates_a_wrong_first_threshold(factor):
     generator = np.random.default_rng(0)
     increments = (generator.standard_normal(10_000) for _ in range(1000))
-    assert walk(factor / math.sqrt(0.01), increments, control_of(0.01)).mean() == pytest.approx(0.01, rel=0.01)
+    assert walk(factor / math.sqrt(0.01), increments, DensityControl(0.01)).mean() == pytest.approx(0.01, rel=0.01)
 
 
 def test_the_controller_moves_slowly():
-    control = control_of(0.01)
-    assert 1 < control.corrected(1.0, 1.0) < 1.6  # everything was sent: 100 times the target
-    assert 1 < control_of(0.01).corrected(1.0, 0.02) < 1.02
-    assert 1 > control_of(0.01).corrected(1.0, 0.0) > 1 / 1.12
+    control = DensityControl(0.01)
+    assert 1 < corrected(control, 1.0, 1.0) < 1.6  # everything was sent: 100 times the target
+    assert 1 < corrected(DensityControl(0.01), 1.0, 0.02) < 1.02
+    assert 1 > corrected(DensityControl(0.01), 1.0, 0.0) > 1 / 1.12
 
 
 @pytest.mark.parametrize("density", [0.01, 0.001])
 def test_a_threshold_calibrated_at_the_start_of_warmup_catches_up(density):
     generator = np.random.default_rng(0)
     increments = (min(1.0, (step + 1) / 50) * generator.standard_normal(20_000) for step in range(1, 100))
-    sent = walk(1 / 50 / math.sqrt(density), increments, control_of(density)).sum()
+    sent = walk(1 / 50 / math.sqrt(density), increments, DensityControl(density)).sum()
     assert sent / density < 165  # of 100 steps; 400 and 560 without the control
 
 
@@ -100,28 +105,28 @@ def test_few_exchanges_reach_the_requested_density(density, name, kind):
     }[name]
     generator = np.random.default_rng(0)
     first, *others = [scale(exchange) * INCREMENTS[kind](generator) for exchange in range(60)]
-    densities = walk(math.sqrt(np.mean(first**2) / density), others, control_of(density))
+    densities = walk(math.sqrt(np.mean(first**2) / density), others, DensityControl(density))
     assert 1 / 1.25 < densities.mean() / density < 1.25
     if (name, kind) == ("constant", "alike"):
         assert np.std(densities[-20:]) < 0.03  # at ten times that pace it swings by more than 0.1
 
 
 def test_the_controller_does_not_compensate_an_unreachable_density_later():
-    control, threshold = control_of(0.1), 1.0
+    control, threshold = DensityControl(0.1), 1.0
     for _ in range(5000):  # all nonzero values are sent, and they do not reach the target
-        threshold = control.corrected(threshold, 0.004, is_all=True)
+        threshold = corrected(control, threshold, 0.004, is_all=True)
     assert threshold == 1.0
     for _ in range(5000):  # the residual is nonzero
-        threshold = control.corrected(threshold, 0.004)
-    thresholds = [threshold := control.corrected(threshold, 0.16) for _ in range(200)]
+        threshold = corrected(control, threshold, 0.004)
+    thresholds = [threshold := corrected(control, threshold, 0.16) for _ in range(200)]
     assert thresholds[-1] > 10 * min(thresholds)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])
 def test_a_threshold_stays_finite_and_positive(density):
-    control, threshold = control_of(0.001), 1.0
+    control, threshold = DensityControl(0.001), 1.0
     for _ in range(5000):
-        threshold = control.corrected(threshold, density)
+        threshold = corrected(control, threshold, density)
     assert torch.tensor(threshold).isfinite()
     assert torch.tensor(threshold) > 0
 
@@ -131,13 +136,28 @@ LAYERS = {"large": (3_000, 10.0), "small": (3_000, 0.01), "drifting": (3_000, 1.
 """Number of elements, and standard deviation of a step of each."""
 
 
+def layered(threshold):
+    sparsifier = HardThreshold(density=DENSITY, granularity="layer")
+    calibrator = Calibrator(sparsifier, speaks=False, keeps_rest=True)
+    calibrator.set_threshold(threshold)
+    return sparsifier, calibrator
+
+
+def step_of(layers):
+    return StepStats(0, 2, 6006, 0, 0.0, 0.0, 0, 0, 0, layers=layers)
+
+
 class Walks:
     """Residuals of two workers, which send the elements at or above the λ of their layer."""
 
-    def __init__(self, control, thresholds):
-        self.control, self.thresholds = control, thresholds
+    def __init__(self, threshold):
+        self.sparsifier, self.calibrator = layered(threshold)
         self.generator = np.random.default_rng(0)
         self.residuals = {name: np.zeros((2, size)) for name, (size, _) in LAYERS.items()}
+
+    @property
+    def thresholds(self):
+        return {name: self.sparsifier.threshold_of(name) for name in LAYERS}
 
     def step(self, used=frozenset(LAYERS)):
         stats = {}
@@ -145,16 +165,16 @@ class Walks:
             residual = self.residuals[name]
             if name in used:
                 residual += scale * (self.generator.standard_normal((2, size)) + (name == "drifting"))
-            selected = np.abs(residual) >= self.thresholds[name]
+            selected = np.abs(residual) >= self.sparsifier.threshold_of(name)
             residual[selected] = 0
             count = int(selected.sum())
             stats[name] = LayerStats(size, count, count / (2 * size), float((residual**2).sum() / 2))
-        self.thresholds = self.control.corrected(stats, self.thresholds.__getitem__)
+        self.calibrator.observe(step_of(stats))
         return {name: layer.density for name, layer in stats.items()}
 
 
 def test_each_layer_sends_its_share_and_a_small_layer_one_coordinate_per_step():
-    walks = Walks(LayerControl(DENSITY), dict.fromkeys(LAYERS, 30.0))
+    walks = Walks(30.0)
     densities = [walks.step() for _ in range(1000)]
     average = {name: np.mean([step[name] for step in densities[100:]]) for name in LAYERS}
     for name in ("large", "small", "drifting"):
@@ -166,7 +186,7 @@ def test_each_layer_sends_its_share_and_a_small_layer_one_coordinate_per_step():
 
 
 def test_an_unused_layer_keeps_its_threshold():
-    walks = Walks(LayerControl(DENSITY), dict.fromkeys(LAYERS, 1.0))
+    walks = Walks(1.0)
     for _ in range(100):
         walks.step()
     walks.step(used={"large"})  # other layers may still send elements that had reached the previous λ
@@ -177,19 +197,22 @@ def test_an_unused_layer_keeps_its_threshold():
 
 
 def test_an_empty_layer_has_no_threshold():
-    assert LayerControl(DENSITY).corrected({"empty": LayerStats(0, 0, 0.0, 0.0)}, lambda _: 1.0) == {}
+    sparsifier, calibrator = layered(1.0)
+    calibrator.observe(step_of({"empty": LayerStats(0, 0, 0.0, 0.0)}))
+    assert sparsifier.of_layers == {}
 
 
 def test_the_controller_corrects_only_stepped_layers():
-    control = LayerControl(DENSITY)
+    sparsifier, calibrator = layered(1.0)
     stats = {name: LayerStats(1000, 1000, 1.0, 1.0) for name in ("stepped", "dropped")}
-    found = control.corrected(stats, lambda _: 1.0, {"stepped"})
-    assert found["stepped"] > 1
-    assert found["dropped"] == 1
+    calibrator.observe(step_of(stats), counts=False)
+    calibrator.confirm({"stepped"})
+    assert sparsifier.threshold_of("stepped") > 1
+    assert sparsifier.threshold_of("dropped") == 1
 
 
 def test_a_resized_layer_gets_its_new_share():
-    control = LayerControl(DENSITY)
-    control.corrected({"bias": LayerStats(1, 1, 0.5, 1.0)}, lambda _: 1.0)
-    control.corrected({"bias": LayerStats(20, 10, 0.5, 1.0)}, lambda _: 1.0)
-    assert control.state_dict()["bias"]["density"] == 1 / 20
+    _, calibrator = layered(1.0)
+    calibrator.observe(step_of({"bias": LayerStats(1, 1, 0.5, 1.0)}))
+    calibrator.observe(step_of({"bias": LayerStats(20, 10, 0.5, 1.0)}))
+    assert calibrator.state_dict()["controls"]["bias"]["density"] == 1 / 20

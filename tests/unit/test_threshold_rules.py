@@ -66,12 +66,12 @@ def test_an_endless_calibration_warns_once(squared_norm):
     non_finite = 0 if isfinite(squared_norm) else 3
     stats = StepStats(0, 2, 100, 200, 0.0, squared_norm, non_finite, 400, 400, 0.0)
     for _ in range(11):
-        calibrator.observe(stats, None)
+        calibrator.observe(stats)
     with pytest.warns(UserWarning, match=r"no threshold after 12 steps, so everything is sent"):
-        calibrator.observe(stats, None)
+        calibrator.observe(stats)
     for _ in range(30):
-        calibrator.observe(stats, None)
-    calibrator.observe(dataclasses.replace(stats, squared_gradient_norm=4.0), None)
+        calibrator.observe(stats)
+    calibrator.observe(dataclasses.replace(stats, squared_gradient_norm=4.0))
     assert calibrator.is_running == (squared_norm != 0.0)  # calibration measures zeros, but skips non-finite norms
 
 
@@ -79,9 +79,9 @@ def test_calibration_raises_if_squares_of_finite_gradients_overflow():
     calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), speaks=False, keeps_rest=True)
     stats = StepStats(0, 2, 100, 200, 0.0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(11):
-        calibrator.observe(stats, None)
+        calibrator.observe(stats)
     with pytest.raises(RuntimeError, match=r"gradients are finite, but ‖g‖² overflowed in 12 steps. Scale the loss"):
-        calibrator.observe(stats, None)
+        calibrator.observe(stats)
 
 
 def test_calibration_accepts_norms_whose_squares_overflow():
@@ -112,12 +112,11 @@ def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
     sparsifier = HardThreshold(density=0.1, granularity=granularity)
     calibrator = Calibrator(sparsifier, speaks=False, keeps_rest=keeps_rest)
     calibrator.set_threshold(1.0)
-    before, found = None, []
+    found = []
     for step, squared_error in enumerate(squared_errors):
         layers = {"w": LayerStats(100, selected, selected / 200, squared_error)}
         stats = StepStats(step, 2, 100, selected, squared_error, 0.0, 0, 400, 400, 1.0, layers=layers)
-        calibrator.observe(stats, before)
-        before = stats
+        calibrator.observe(stats)
         found.append(sparsifier.threshold_of("w"))
     # The first step has no previous residual to compare with.
     assert (found[1] > found[0]) - (found[1] < found[0]) == {"up": 1, "down": -1, "not": 0}[moves]
