@@ -62,39 +62,27 @@ def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides:
             )
 
 
+def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of a bucket's part with a parameter's shape and strides, plus a dimension of two if complex."""
+    real = as_real(parameter.detach())
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return flat.view(real.shape)
+    return flat.as_strided(real.shape, real.stride())
+
+
 def in_logical_order(residual: Tensor, parameter: Tensor) -> Tensor:
     """Return a flat residual in the order of its parameter's indices."""
-    if not _has_memory_order(parameter):
-        return residual
-    return _as_laid_out(residual, parameter).flatten(0, parameter.dim() - 1).flatten()
+    return as_parameter(residual, parameter).flatten()
 
 
 def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
     """Return a residual in the order of DDP's buckets, the inverse of ``in_logical_order``."""
-    if not _has_memory_order(parameter):
+    if parameter.is_contiguous():
         return residual
     laid_out = torch.empty_like(residual)
-    view = _as_laid_out(laid_out, parameter)
+    view = as_parameter(laid_out, parameter)
     view.copy_(residual.view(view.shape))
     return laid_out
-
-
-def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of a bucket's part with a parameter's shape and strides."""
-    return _as_laid_out(flat, parameter) if _has_memory_order(parameter) else flat.view(parameter.shape)
-
-
-def _has_memory_order(parameter: Tensor) -> bool:
-    """Return whether a dense parameter's memory is not in the order of its indices."""
-    return not parameter.is_contiguous() and bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))
-
-
-def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of the parameter's shape, plus a dimension of two if complex."""
-    if parameter.is_complex():
-        strides = [2 * stride for stride in parameter.stride()]
-        return flat.as_strided([*parameter.shape, 2], [*strides, 1])
-    return flat.as_strided(parameter.shape, parameter.stride())
 
 
 @dataclass
