@@ -75,13 +75,6 @@ class ResidualMemory:
         for bucket in self._current_buckets():
             bucket.pending -= names
 
-    def abandon(self) -> None:
-        """Discard all pending residuals, even of an interrupted backward."""
-        for bucket in self._current_buckets():
-            bucket.pending.clear()
-            if self.forgets:
-                bucket.committed.zero_()
-
     def layers(self) -> dict[str, Tensor]:
         """Return committed residuals by name, flat and in the order of indices.
 

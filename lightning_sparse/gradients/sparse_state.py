@@ -189,7 +189,8 @@ class SparseState(Averager):
     def _begin_step(self) -> None:
         if self.is_exchanging:  # an exception interrupted the last backward
             self.pending_gradients.roll_back_all()
-            self.residuals.abandon()
+            if self.forgets:
+                self.residuals.load_state_dict({})  # its only tensor may hold values of that backward
         self.pending_gradients.begin_exchange()
         # Exchanges without an optimizer step do not count, as after a resume.
         self._engine.next_step = self._mark["next_step"]

@@ -129,7 +129,7 @@ names = st.sets(st.sampled_from(["a", "b", "c"]))
 EVENTS = st.one_of(
     st.tuples(st.just("backward"), names),
     st.tuples(st.sampled_from(["commit", "roll_back"]), names),
-    st.tuples(st.sampled_from(["abandon", "breaks off", "moves"]), st.just(set())),
+    st.tuples(st.sampled_from(["breaks off", "moves"]), st.just(set())),
 )
 LAYOUTS = [{0: ONE}, {0: LayerLayout(("c", "a"), (1, 2)), 1: LayerLayout(("b",), (3,))}]
 
@@ -154,7 +154,7 @@ def test_commits_keep_steps_and_rollbacks_leave_no_trace(events):
                     added[start:end] = 0.0 if name in chosen else gradient
                 torch.add(residual.before, added, out=residual.after)
             if event == "breaks off":
-                memory.abandon()
+                memory.roll_back(set(sizes))
                 pending_ = {}
                 continue
             for index, layout in buckets.items():
@@ -166,9 +166,8 @@ def test_commits_keep_steps_and_rollbacks_leave_no_trace(events):
             memory.commit(chosen)
             committed |= {name: pending_.pop(name) for name in chosen & pending_.keys()}
         else:
-            gone = set(sizes) if event == "abandon" else chosen
-            memory.abandon() if event == "abandon" else memory.roll_back(chosen)
-            pending_ = {name: tensor for name, tensor in pending_.items() if name not in gone}
+            memory.roll_back(chosen)
+            pending_ = {name: tensor for name, tensor in pending_.items() if name not in chosen}
         if has_run:
             saved.append((memory.state_dict(), dict(committed)))
             for state, expected in saved:  # including earlier steps, because states are copies
@@ -185,7 +184,7 @@ def test_a_forgetful_memory_has_a_single_tensor_of_zeros():
     before, after = memory.bucket(0, ONE, torch.zeros(6))
     assert before is after
     after.fill_(1.0)  # then an exception aborts the backward
-    memory.abandon()
+    memory.load_state_dict({})
     assert not memory.bucket(0, ONE, torch.zeros(6)).before.any()
 
 
