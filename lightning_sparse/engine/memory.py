@@ -76,21 +76,16 @@ class ResidualMemory:
             bucket.pending -= names
 
     def layers(self) -> dict[str, Tensor]:
-        """Return committed residuals by name, flat and in the order of indices.
+        """Return committed residuals by name, flat and in the order of indices; zeros without a backward.
 
         If the parameter has this order in memory, the result shares the memory, which later steps change.
         """
         placed = {name: bucket.committed_part(name, start, end) for name, (bucket, start, end) in self._places.items()}
-        return {
-            name: in_logical_order(residual, self._parameters[name]) if name in self._parameters else residual
-            for name, residual in (self._loaded | placed).items()
-        }
-
-    def all_layers(self) -> dict[str, Tensor]:
-        """Return the result of ``layers``, with zeros for parameters without a backward."""
-        layers = self.layers()
+        layers = self._loaded | placed
         for name, parameter in self._parameters.items():
-            if name not in layers:
+            if name in layers:
+                layers[name] = in_logical_order(layers[name], parameter)
+            else:
                 layers[name] = torch.zeros(real_numel(parameter), dtype=kept_dtype(parameter), device=parameter.device)
         return layers
 

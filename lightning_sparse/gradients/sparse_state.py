@@ -141,9 +141,8 @@ class SparseState(Averager):
         snapshot = self._engine.snapshot(self._mark)
         if self.options.error_feedback == "learning_rate":
             snapshot.numbers["learning_rates"] = self._rates.state_dict()
-        # A checkpoint has all parameters, because bucket layouts may differ between workers in the first step.
-        residuals = self.residuals.layers() if workers is None else self.residuals.all_layers()
-        snapshot.own["residual"] = dict(sorted(residuals.items()))
+        # Sorted, because bucket layouts may differ between workers in the first step.
+        snapshot.own["residual"] = dict(sorted(self.residuals.layers().items()))
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:

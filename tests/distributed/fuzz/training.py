@@ -255,7 +255,7 @@ def _run_step(step: int, training: Training, checker: Checker) -> str | None:
         if at == step:
             saved = seen.saved if moment == "after the backward of" else copy.deepcopy(training.state.state_dict())
             training.resume(saved, bucket_cap_mb)
-            resumed = training._flat(training.state.residuals.all_layers())
+            resumed = training._flat(training.state.residuals.layers())
             seen.has_stepped = (False, False) if saved is seen.saved else seen.has_stepped
             seen.settled = resumed
     flat = torch.stack([seen.latest, seen.settled])
