@@ -33,16 +33,15 @@ class ResidualMemory:
 
     Args:
         parameters: parameters by name; required for parameters without the default memory format.
-        forgets: whether every step starts from zero, so that each bucket needs only one tensor of zeros.
+        in_place: whether steps cannot be rolled back, so that each bucket needs only one tensor.
 
     Attributes:
-        forgets: whether every step starts from zero (``error_feedback="none"``).
         was_loaded: whether residuals were loaded.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor] | None = None, *, forgets: bool = False) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor] | None = None, *, in_place: bool = False) -> None:
         self._parameters = dict(parameters or {})
-        self.forgets = forgets
+        self._in_place = in_place
         self.was_loaded = False
         self._buckets: dict[int, _Bucket] = {}
         self._places: dict[str, tuple[_Bucket, int, int]] = {}
@@ -108,7 +107,7 @@ class ResidualMemory:
         for former in formers:
             former.shrink()
         committed = torch.zeros(layout.num_elements, dtype=kept_dtype(gradient), device=gradient.device)
-        bucket = _Bucket(layout, committed, committed if self.forgets else torch.zeros_like(committed))
+        bucket = _Bucket(layout, committed, committed if self._in_place else torch.zeros_like(committed))
         for name, start, end in layout.spans():
             if name in self._loaded:
                 loaded = self._loaded.pop(name)

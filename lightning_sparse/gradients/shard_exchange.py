@@ -13,7 +13,6 @@ that you drop before this call do not change the residual.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import compress
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
+from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange.agreement import parameter_settings
@@ -35,20 +35,12 @@ from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 
 
-@dataclass
 class ShardBucket(ParameterBucket):
-    """This rank's shards of some parameters, and unsent values of their gradients.
+    """This rank's shards of some parameters."""
 
-    Attributes:
-        residual: e, shape (layout.num_elements,): float64 for double precision, else float32.
-    """
-
-    residual: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.residual = self.zeros()
-
-    def copy_gradients(self, gradients: Mapping[str, Tensor], *, is_last: bool, notes: Tensor) -> FlatBucket:
+    def copy_gradients(
+        self, gradients: Mapping[str, Tensor], residual: Residual, *, is_last: bool, notes: Tensor
+    ) -> FlatBucket:
         """Return a bucket with copies of the gradients; leaves other parameters out."""
         first = local(self.parameters[0])
         flat = torch.empty(self.layout.num_elements, dtype=first.dtype.to_real(), device=first.device)
@@ -58,7 +50,6 @@ class ShardBucket(ParameterBucket):
         if unused := [part for name, part in parts.items() if name not in gradients]:
             torch._foreach_zero_(unused)
         left_out = [(start, end) for name, start, end in self.layout.spans() if name not in gradients and end > start]
-        residual = Residual(self.residual, self.residual)
         return FlatBucket(self.index, self.layout, flat, residual, is_last, left_out=left_out, notes=notes)
 
     def give_back(self, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
@@ -119,7 +110,7 @@ class ShardExchange(Averager):
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
         self._marks: dict[int, tuple[list[bool], Tensor]] = {}
-        self._loaded: dict[str, Tensor] = {}
+        self._residuals = ResidualMemory(in_place=True)
         self._take_in_new()
         trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
         warm_up_steps(self._engine, trained, has_unused=True)
@@ -164,7 +155,7 @@ class ShardExchange(Averager):
                 }
                 is_last = bucket is self._buckets[-1]
                 notes = self._marks_of(bucket, gradients)
-                flight.append(bucket.copy_gradients(gradients, is_last=is_last, notes=notes))
+                flight.append(bucket.copy_gradients(gradients, self._residual(bucket), is_last=is_last, notes=notes))
                 yield flight[-1]
 
         self._engine.add_all(departing())
@@ -179,21 +170,17 @@ class ShardExchange(Averager):
         """Return cached marks on the device for parameters that this replica used."""
         marks = [name in used for name in bucket.layout.names]
         if bucket.index not in self._marks or self._marks[bucket.index][0] != marks:
-            self._marks[bucket.index] = marks, torch.tensor(marks, dtype=torch.float64).to(bucket.residual.device)
+            self._marks[bucket.index] = marks, torch.tensor(marks, dtype=torch.float64).to(self.device)
         return self._marks[bucket.index][1]
 
     def _take_in_new(self) -> None:
         """Make buckets for parameters that newly require a gradient, equally on all ranks."""
         new = {name: p for name, p in self._parameters.items() if p.requires_grad and name not in self._taken}
-        for bucket in bucketed(ShardBucket, new, len(self._buckets), lambda parameter: parameter.dtype):
-            self._buckets.append(bucket)
-            self._fill(bucket)
+        self._buckets += bucketed(ShardBucket, new, len(self._buckets), lambda parameter: parameter.dtype)
         self._taken |= new.keys()
 
-    def _fill(self, bucket: ShardBucket) -> None:
-        for name, part in bucket.by_name(bucket.residual).items():
-            if name in self._loaded and self._loaded[name].numel() == part.numel():
-                part.copy_(self._loaded.pop(name))
+    def _residual(self, bucket: ShardBucket) -> Residual:
+        return self._residuals.bucket(bucket.index, bucket.layout, local(bucket.parameters[0]))
 
     # Saved state.
 
@@ -205,26 +192,23 @@ class ShardExchange(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this rank's state, with residuals of all laid-out parameters. Not collective."""
         snapshot = self._engine.snapshot()
-        snapshot.own["residual"] = {}
         for bucket in self._buckets:
-            snapshot.own["residual"] |= bucket.by_name(bucket.residual)
+            self._residual(bucket)  # new ones are zero
+        snapshot.own["residual"] = self._residuals.layers()
         return snapshot
 
-    @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
         """Replace all state by those parts of a snapshot that fit the model. Not collective."""
         self.reset()
         self._engine.restore(snapshot)
-        self._loaded = dict(snapshot.own.get("residual", {}))
-        for bucket in self._buckets:
-            self._fill(bucket)
+        saved = snapshot.own.get("residual", {})
+        sizes = {name: real_numel(local(parameter)) for name, parameter in self._parameters.items()}
+        fitting = {name: residual for name, residual in saved.items() if residual.numel() == sizes.get(name)}
+        self._residuals.load_state_dict(fitting)
 
-    @torch.no_grad()
     def reset(self) -> None:
         """Return to the state before the first step."""
-        self._loaded = {}
-        for bucket in self._buckets:
-            bucket.residual.zero_()
+        self._residuals.load_state_dict({})
         self._engine.reset()
         self.is_exchanging = False
 

@@ -179,8 +179,8 @@ def test_commits_keep_steps_and_rollbacks_leave_no_trace(events):
                 assert torch.equal(tensor, pending_.get(name, committed[name])), (event, name)
 
 
-def test_a_forgetful_memory_has_a_single_tensor_of_zeros():
-    memory = ResidualMemory(forgets=True)
+def test_a_memory_in_place_has_a_single_tensor():
+    memory = ResidualMemory(in_place=True)
     before, after = memory.bucket(0, ONE, torch.zeros(6))
     assert before is after
     after.fill_(1.0)  # then an exception aborts the backward
