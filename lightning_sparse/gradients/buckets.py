@@ -34,14 +34,7 @@ differ from the saved ones, for example with another ``bucket_cap_mb``."""
 
 @dataclass(frozen=True)
 class DDPBucket:
-    """A bucket of a step.
-
-    Attributes:
-        index: its position in the step.
-        layout: its layers.
-        gradient: S · g and later the average, flat, shape (layout.num_elements,).
-        is_last: whether it is the step's last bucket.
-    """
+    """The fields of a ``FlatBucket`` that DDP knows."""
 
     index: int
     layout: LayerLayout
