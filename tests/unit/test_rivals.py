@@ -49,30 +49,19 @@ def test_the_kth_largest_magnitude_equals_that_of_a_sort(parts, data):
 
 @given(steps(), st.floats(0.001, 1))
 def test_top_k_of_the_model_selects_the_largest_of_all_buckets_together(parts, density):
-    before = [part.clone() for part in parts]
+    """And all values that equal the last of them, but no zeros."""
+    before = torch.cat(parts)
+    magnitudes = before.abs().nan_to_num(INF, INF)
+    last = magnitudes.sort(descending=True).values[max(1, int(density * len(magnitudes))) - 1]
     sparsifier = TopK(density, granularity="model")
     assert sparsifier.needs_survey
     sparsifier.begin_step(0, 0)
     sparsifier.survey(whole(parts))
-    selected, left = [], []
-    for part in parts:
-        selection = sparsifier.select(part, layout_of(len(part)))
-        kept = torch.ones(len(part), dtype=torch.bool)
-        kept[selection.indices] = False
-        selected += part[~kept].tolist()
-        left += part[kept].tolist()
-    k = max(1, int(density * sum(map(len, parts))))
-    finite = [abs(value) for value in selected if abs(value) < INF]
-    assert all(abs(value) < INF for value in left)
-    assert all(finite)  # zeros are not sent
-    if finite and left:
-        assert min(finite) > max(map(abs, left))  # all values equal to the last are sent
-    if len(selected) < k:
-        assert not any(left)
-    elif finite:
-        assert sum(value > min(finite) for value in finite) + len(selected) - len(finite) < k
-    for part, was in zip(parts, before, strict=True):
-        torch.testing.assert_close(part, was, rtol=0, atol=0, equal_nan=True)
+    selected = torch.zeros(len(before), dtype=torch.bool)
+    for part, of_part in zip(parts, selected.split([len(part) for part in parts]), strict=True):
+        of_part[sparsifier.select(part, layout_of(len(part))).indices] = True
+    assert torch.equal(selected, (magnitudes >= last) & (magnitudes > 0))
+    torch.testing.assert_close(torch.cat(parts), before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_new_step_forgets_the_magnitude_of_the_last():
