@@ -7,6 +7,7 @@ process: the interpreter replaces parts of ``triton`` for the whole process.
 import importlib.util
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import inf, nan, nextafter
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.exchange import Buffers
+from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, PayloadParts
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import decode, is_available, launching, threshold
@@ -48,28 +49,23 @@ def on_device(test):
 def same_bits(actual, expected):
     """Asserts equality of bits, so that -0.0 differs from 0.0, but any NaN equals any NaN."""
     actual = actual.cpu()
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    if actual.is_floating_point():
-        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
-        assert torch.equal(actual.isnan(), expected.isnan())
-        actual, expected = (torch.where(part.isnan(), 0, part).view(kind) for part in (actual, expected))
-    different = (actual != expected).nonzero().flatten()
-    assert different.numel() == 0, (different[:9], actual[different[:9]], expected[different[:9]])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(*(torch.where(part.isnan(), 0, part).signbit() for part in (actual, expected)))
 
 
-def guarded(tensor, dtype=None):
-    """Returns a copy on the device, or so many sentinels of a dtype; further sentinels behind it reveal an overrun."""
+def guarded(tensor, dtype=None, offset=0):
+    """Returns a copy on the device, or so many sentinels of a dtype; sentinels around it reveal an overrun."""
     size = tensor if isinstance(tensor, int) else tensor.numel()
-    whole = torch.full((size + 64,), SENTINEL, dtype=dtype or tensor.dtype, device=DEVICE)
-    if not isinstance(tensor, int):
-        whole[:size] = tensor
-    return whole[:size]
+    whole = torch.full((offset + size + 64,), SENTINEL, dtype=dtype or tensor.dtype, device=DEVICE)
+    part = whole[offset : offset + size]
+    return part if isinstance(tensor, int) else part.copy_(tensor)
 
 
 def check_guards(*tensors):
     for tensor in tensors:
-        assert (tensor._base[tensor.numel() :] == SENTINEL).all()
+        start = tensor.storage_offset()
+        assert (tensor._base[:start] == SENTINEL).all()
+        assert (tensor._base[start + tensor.numel() :] == SENTINEL).all()
 
 
 def take_out(space, residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=None, **into):
@@ -90,14 +86,6 @@ class Expected:
     selected: torch.Tensor
     sent: torch.Tensor
     rest: torch.Tensor
-
-    @property
-    def numbers(self):
-        return [
-            self.selected.sum().item(),
-            (~self.compensated[self.selected].isfinite()).sum().item(),
-            self.rest.double().square().sum().item(),
-        ]
 
 
 def expect(residual, gradient, runs, wire, scale=None):
@@ -123,16 +111,34 @@ def header_of(layers=0):
     return guarded(torch.full((FIXED_FIELDS + layers,), nan, dtype=DOUBLE))
 
 
-def check_header(header, expected):
-    check_guards(header)
+def check_step(expected, memory, gradient, runs, wire, scale=None, *, space=None, places=((), ()), **into):
+    """Takes values out of a bucket and checks the header; ``places`` are the boundaries of layers and slices."""
+    header = header_of(max(len(places[0]) - 1, 0))
+    take_out(
+        space or Buffers(),
+        *(memory, gradient, runs),
+        loss_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
+        wire=wire,
+        header=header,
+        boundaries=Boundaries(*places, torch.device(DEVICE)) if any(places) else None,
+        **into,
+    )
+    check_guards(header, gradient, memory.after)
     found = {name: header[slot].item() for name, slot in SLOTS.items()}
-    assert [found["selected"], found["non_finite"]] == expected.numbers[:2]
-    if expected.compensated.dtype == DOUBLE or expected.numbers[2] < 1e30:  # float32 squares overflow beyond
-        assert found["squared_error"] == pytest.approx(expected.numbers[2], rel=1e-6, abs=1e-30)
+    assert found["selected"] == expected.selected.sum()
+    assert found["non_finite"] == (~expected.compensated[expected.selected].isfinite()).sum()
+    squared_error = expected.rest.double().square().sum().item()
+    if expected.compensated.dtype == DOUBLE or squared_error < 1e30:  # float32 squares overflow beyond
+        assert found["squared_error"] == pytest.approx(squared_error, rel=1e-6, abs=1e-30)
     assert found["squared_gradient_norm"] == 0
+    counts, of_slices = (
+        [float(expected.selected[start:end].sum()) for start, end in pairwise(some)] for some in places
+    )
+    assert header[FIXED_FIELDS:].tolist() == counts
+    assert found["largest_slice"] == max(of_slices, default=0.0)
 
 
-def check_select(residual, gradient, runs, wire=AS_IT_IS, scale=None, capacity=None, space=None, clears=False):
+def check_select(residual, gradient, runs, wire=AS_IT_IS, scale=None, capacity=None, clears=False, offset=0, **options):
     """Fills a payload from copies, compares everything it writes and returns the expectation."""
     expected = expect(residual, gradient, runs, wire, scale)
     indices = expected.selected.nonzero().flatten()
@@ -140,21 +146,13 @@ def check_select(residual, gradient, runs, wire=AS_IT_IS, scale=None, capacity=N
     written = min(capacity, indices.numel())
     blocks = -(-residual.numel() // BLOCK_ELEMENTS)
     before, kept = residual.to(DEVICE, copy=True), guarded(torch.full_like(residual, nan))
-    given_gradient = guarded(gradient)
+    given_gradient = guarded(gradient, offset=offset)
     ends, offsets = guarded(blocks, torch.int32), guarded(capacity, torch.int16)
-    values, header = guarded(capacity, wire.storage), header_of()
-    take_out(
-        space or Buffers(),
-        Residual(before, kept),
-        given_gradient,
-        runs,
-        loss_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
-        payload=PayloadParts(torch.empty(0), ends, values, offsets),
-        wire=wire,
-        header=header,
-        is_cleared=clears,
-    )
-    check_guards(kept, ends, values, offsets, given_gradient)
+    values = guarded(capacity, wire.storage)
+    payload = PayloadParts(torch.empty(0), ends, values, offsets)
+    inputs = Residual(before, kept), given_gradient, runs, wire, scale
+    check_step(expected, *inputs, payload=payload, is_cleared=clears, **options)
+    check_guards(ends, values, offsets)
     same_bits(ends, torch.bincount(indices // BLOCK_ELEMENTS, minlength=blocks).cumsum(0).to(torch.int32))
     same_bits(values[:written], wire.encoded(expected.sent[indices[:written]]))
     assert torch.equal(offsets[:written].cpu().long() % BLOCK_ELEMENTS, indices[:written] % BLOCK_ELEMENTS)
@@ -165,30 +163,20 @@ def check_select(residual, gradient, runs, wire=AS_IT_IS, scale=None, capacity=N
     same_bits(kept, expected_kept)
     same_bits(given_gradient, torch.zeros_like(gradient) if clears else gradient)
     same_bits(before, residual)
-    check_header(header, expected)
     return expected
 
 
-def check_mask(residual, gradient, runs, wire=AS_IT_IS, scale=None, out=None, space=None, divisor=1):
+def check_mask(residual, gradient, runs, wire=AS_IT_IS, scale=None, out=None, divisor=1, **options):
     expected = expect(residual, gradient, runs, wire, scale)
     kept, given_gradient = guarded(residual), guarded(gradient)
     out = given_gradient if out is None else guarded(residual.numel(), out)
-    loss_scale, header = None if scale is None else torch.tensor([scale], device=DEVICE), header_of()
-    take_out(
-        space or Buffers(),
-        *(Residual(kept, kept), given_gradient, runs),
-        loss_scale=loss_scale,
-        out=out,
-        wire=wire,
-        header=header,
-        divisor=divisor,
-    )
-    check_guards(kept, out)
+    inputs = Residual(kept, kept), given_gradient, runs, wire, scale
+    check_step(expected, *inputs, out=out, divisor=divisor, **options)
+    check_guards(out)
     same_bits(out, (expected.sent / divisor).to(out.dtype))
     same_bits(kept, expected.rest)
     if out is not given_gradient:
         same_bits(given_gradient, gradient)
-    check_header(header, expected)
 
 
 def bucket(size, gradient_dtype=FLOAT, residual_dtype=FLOAT, seed=0):
@@ -213,9 +201,9 @@ def one_run(threshold, size, excess=0.0):
 def test_a_float32_residual(gradient_dtype, scale, wire):
     residual, gradient = bucket(70_000, gradient_dtype)
     check_select(residual, gradient, one_run(2.0, 70_000), wire, scale, clears=True)
-    check_select(residual, gradient, one_run(2.0, 70_000), wire, scale)
     check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT)
     check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale, out=FLOAT, divisor=3)
+    check_mask(residual, gradient, one_run(2.0, 70_000), wire, scale)
     check_select(residual, gradient, one_run(2.0, 70_000, excess=1.5), wire, scale)
     check_mask(residual, gradient, one_run(2.0, 70_000, excess=1.5), wire, scale, out=FLOAT)
 
@@ -243,8 +231,7 @@ def test_every_size(size):
 @on_device
 def test_an_empty_bucket():
     empty = torch.zeros(0)
-    expected = check_select(empty, empty, [], capacity=4)
-    assert expected.numbers == [0, 0, 0]
+    check_select(empty, empty, [], capacity=4)
     check_mask(empty, empty, [])
     space = Buffers()
     check_select(*bucket(40), one_run(0.0, 40), space=space)
@@ -273,26 +260,9 @@ def test_each_run_has_its_own_threshold(size, starts):
 
 
 @on_device
-@pytest.mark.parametrize("dtype", [FLOAT, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FLOAT, BRAIN])
 def test_kernels_clear_gradients_at_any_offset(dtype):
-    residual, gradient = bucket(150_001, dtype)
-    whole = torch.cat([gradient.new_ones(1), gradient]).to(DEVICE)
-    payload_format = PayloadFormat(150_001, AS_IT_IS)
-    payload = torch.zeros(payload_format.payload_bytes(0), dtype=torch.uint8, device=DEVICE)
-    after = torch.empty_like(residual, device=DEVICE)
-    take_out(
-        Buffers(),
-        Residual(residual.to(DEVICE), after),
-        whole[1:],
-        one_run(1e9, 150_001),
-        payload=payload_format.parts(payload),
-        header=header_of(),
-        wire=AS_IT_IS,
-        is_cleared=True,
-    )
-    expected = residual + gradient.to(FLOAT)
-    assert torch.equal(after.cpu()[expected.isfinite()], expected[expected.isfinite()])
-    assert whole.tolist() == [1.0] + [0.0] * 150_001
+    check_select(*bucket(150_001, dtype), one_run(1e9, 150_001), capacity=0, clears=True, offset=1)
 
 
 @on_device
@@ -329,28 +299,15 @@ def test_kernels_treat_edge_values_as_tensors_do(wire, limit):
 
 @on_device
 @pytest.mark.parametrize("size", [140_000, 131_072, 5])
-@pytest.mark.parametrize("masks", [True, False])
-def test_coordinates_of_every_layer_and_slice_are_counted(size, masks):
+@pytest.mark.parametrize("check", [partial(check_mask, out=FLOAT), partial(check_select, capacity=4)])
+def test_coordinates_of_every_layer_and_slice_are_counted(size, check):
     residual, gradient = bucket(size)
     inner = [1, 2, 31, 32, 33, 64, 64, 1000, 8191, 8192, 65_504, 65_535, 65_536, 65_537, 65_600, 131_071, 131_072]
     layers = [0, 0, *(place for place in inner if place < size), size, size]
     slices = [0, size // 3, size // 2 + 1, size]
     space = Buffers()
     for limit, places in [(1.0, (layers, slices)), (0.0, (layers, [])), (1.5, ([], slices)), (2.0, ([], []))]:
-        expected = expect(residual, gradient, one_run(limit, size), AS_IT_IS)
-        kept, header = residual.to(DEVICE, copy=True), header_of(max(len(places[0]) - 1, 0))
-        payload_format = PayloadFormat(size, AS_IT_IS)
-        payload = torch.zeros(payload_format.payload_bytes(4), dtype=torch.uint8, device=DEVICE)
-        into = {"out": torch.empty(size, device=DEVICE)} if masks else {"payload": payload_format.parts(payload)}
-        boundaries = Boundaries(*places, torch.device(DEVICE))
-        inputs = (Residual(kept, kept), gradient.to(DEVICE), one_run(limit, size))
-        take_out(space, *inputs, wire=AS_IT_IS, header=header, boundaries=boundaries, **into)
-        check_header(header, expected)
-        counts, of_slices = (
-            [float(expected.selected[start:end].sum()) for start, end in pairwise(some)] for some in places
-        )
-        assert header[FIXED_FIELDS:].tolist() == counts
-        assert header[SLOTS["largest_slice"]] == max(of_slices, default=0.0)
+        check(residual, gradient, one_run(limit, size), space=space, places=places)
 
 
 @on_device
@@ -360,13 +317,6 @@ def test_buckets_of_all_sizes_and_dtypes_share_a_work_space():
         residual, gradient = bucket(size, dtype, dtype, seed)
         check_select(residual, gradient, one_run(1.0, size), Wire(dtype), space=space)
         check_mask(residual, gradient, one_run(0.5, size), Wire(dtype), space=space)
-
-
-@on_device
-@pytest.mark.parametrize(("gradient_dtype", "out"), [(FLOAT, None), (FLOAT, FLOAT), (BRAIN, FLOAT), (BRAIN, None)])
-def test_a_mask_may_be_written_into_the_gradient(gradient_dtype, out):
-    residual, gradient = bucket(3000, gradient_dtype)
-    check_mask(residual, gradient, one_run(2.0, 3000), WIRES[1], out=out)
 
 
 @on_device
@@ -475,11 +425,11 @@ WALK |= {"LIMIT": 3e38, "WIRE": "bfloat16"}
 @pytest.mark.parametrize(
     ("kernel", "warps", "constants"),
     [
-        (threshold.walk_block, 16, WALK | {"out": None, "CLEARS": True}),
-        (threshold.walk_block, 16, WALK | {"bits": None, "CLEARS": False}),
-        (threshold.walk_block, 16, WALK | {"WIRE": "uint8", "LIMIT": 448.0, "CLEARS": True}),
-        (threshold.summarise, 8, SUMMARISE),
-        (threshold.summarise, 8, SUMMARISE | {"boundaries": None, "before": None, "bits": None}),
+        (threshold.walk_block, 16, WALK | {"out": None, "CLEARS": True, "MEASURES": False}),
+        (threshold.walk_block, 16, WALK | {"bits": None, "CLEARS": False, "MEASURES": True}),
+        (threshold.walk_block, 16, WALK | {"WIRE": "uint8", "LIMIT": 448.0, "CLEARS": True, "MEASURES": False}),
+        (threshold.summarise, 8, SUMMARISE | {"MEASURES": True}),
+        (threshold.summarise, 8, SUMMARISE | {"MEASURES": False, "boundaries": None, "before": None, "bits": None}),
         (threshold.pack_block, 4, PACK | {"LIMIT": 3e38}),
         (threshold.pack_block, 4, PACK | {"LIMIT": 448.0, "values": "*u8"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}),
