@@ -6,7 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.exchange.wire import Wire
+from lightning_sparse.sparsifiers import LayerLayout, Selection
 
 DTYPES = (torch.float32, torch.float64)
 MAGNITUDES = (
@@ -64,6 +65,28 @@ def packed(payload_format, selection):
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=selection.indices.device)
     payload_format.fill(payload, selection)
     return payload
+
+
+def selections(size, counts, dtype=torch.float32, wire=Wire(torch.float32), seed=0):  # noqa: B008  (immutable)
+    """Returns the selection of each worker: so many coordinates, many in common, with special values."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randperm(size, generator=generator)
+    found = []
+    for count in counts:
+        own = torch.randperm(size, generator=generator)
+        indices = torch.cat([common[: count // 2], own[~torch.isin(own, common[: count // 2])]])[:count].sort().values
+        values = torch.randn(count, generator=generator, dtype=torch.float64).mul(2.0).to(dtype)
+        special = torch.tensor([nan, inf, -inf, 1e-40, 3e38, -0.0], dtype=torch.float64).to(dtype)
+        values[: min(count, 6)] = special[: min(count, 6)]
+        found.append(Selection(indices, wire.rounded(values)))
+    return found
+
+
+def payloads_of(payload_format, chosen, capacity):
+    rows = torch.full((len(chosen), payload_format.payload_bytes(capacity)), 77, dtype=torch.uint8)
+    for row, selection in zip(rows, chosen, strict=True):
+        payload_format.fill(row, selection)
+    return rows
 
 
 class Shipment:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from lightning_sparse.exchange.payload import CAPACITY_STEP, PayloadFormat
 from lightning_sparse.exchange.routes.adding import TILE, decode
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.sparsifiers import Selection
 from tests.interpreter import INTERPRETED, run_in_interpreter
+from tests.unit.strategies import payloads_of, selections
 from tests.unit.test_fused_threshold import (
     AS_IT_IS,
     DEVICE,
@@ -28,28 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 KINDS = [*((FLOAT, wire) for wire in (*WIRES, Wire(torch.int8, 0.25))), (DOUBLE, Wire(DOUBLE)), (DOUBLE, WIRES[-1])]
 
 
-def selections(size, counts, dtype=FLOAT, wire=AS_IT_IS, seed=0):
-    """Returns the selection of each worker: so many coordinates, many in common, with special values."""
-    generator = torch.Generator().manual_seed(seed)
-    common = torch.randperm(size, generator=generator)
-    found = []
-    for count in counts:
-        own = torch.randperm(size, generator=generator)
-        indices = torch.cat([common[: count // 2], own[~torch.isin(own, common[: count // 2])]])[:count].sort().values
-        values = torch.randn(count, generator=generator, dtype=DOUBLE).mul(2.0).to(dtype)
-        special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-40, 3e38, -0.0], dtype=DOUBLE).to(dtype)
-        values[: min(count, 6)] = special[: min(count, 6)]
-        found.append(Selection(indices, wire.rounded(values)))
-    return found
-
-
-def payloads_of(payload_format, chosen, capacity):
-    rows = torch.full((len(chosen), payload_format.payload_bytes(capacity)), 77, dtype=torch.uint8)
-    for row, selection in zip(rows, chosen, strict=True):
-        payload_format.fill(row, selection)
-    return rows.to(DEVICE)
-
-
 def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, divides=True):
     """Decodes on the device and compares the result with a loop over payloads."""
     payload_format = PayloadFormat(size, wire, header_fields)
@@ -62,7 +40,8 @@ def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields
     if divides:
         expected /= n
     out, quotients = guarded(torch.zeros(size, dtype=dtype)), guarded(n * capacity, dtype)
-    decode(payload_format, payloads_of(payload_format, chosen, capacity), out, quotients if divides else None, 1)
+    payloads = payloads_of(payload_format, chosen, capacity).to(DEVICE)
+    decode(payload_format, payloads, out, quotients if divides else None, 1)
     same_bits(out, expected)
     check_guards(out, quotients)
 
@@ -75,17 +54,17 @@ def test_payloads_are_added_in_rank_order_and_divided_once(dtype, wire, counts):
 
 
 @on_device
-@pytest.mark.parametrize("size", [1, 5, 65_535, 65_536, 65_537, 140_000])
-def test_every_size(size):
-    counts = [min(size, 40), min(size, 3), size // 2]
-    check(size, selections(size, counts))
-    check(size, selections(size, counts), divides=False)
-
-
-@on_device
-@pytest.mark.parametrize("count", [TILE - 1, TILE, TILE + 1, 3 * TILE])
-def test_a_block_may_exceed_a_tile(count):
-    check(TILE * 3, selections(TILE * 3, [count, 2, count]))
+@pytest.mark.parametrize("divides", [True, False])
+@pytest.mark.parametrize(
+    ("size", "counts"),
+    [
+        *((size, [min(size, 40), min(size, 3), size // 2]) for size in (1, 5, 65_535, 65_536, 65_537, 140_000)),
+        *((3 * TILE, [count, 2, count]) for count in (TILE - 1, TILE, TILE + 1, 3 * TILE)),
+        *((size, [0, 0]) for size in (70_000, 0)),
+    ],
+)
+def test_every_size_of_buckets_and_payloads(size, counts, divides):
+    check(size, selections(size, counts), divides=divides)
 
 
 @on_device
@@ -103,12 +82,6 @@ def test_decode_concatenates_neighbouring_parts(size, whole):
     decode(payload_format, payloads.to(DEVICE), out, None, len(payloads))
     same_bits(out, dense.flatten()[:whole])
     check_guards(out)
-
-
-@on_device
-def test_decode_accepts_empty_payloads():
-    check(70_000, selections(70_000, [0, 0]))
-    check(0, [Selection(torch.empty(0, dtype=torch.int64), torch.empty(0))] * 2)
 
 
 @on_device
