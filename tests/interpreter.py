@@ -1,24 +1,11 @@
-"""Triton's interpreter runs kernels on a CPU, in a separate process because it patches ``triton``."""
+"""Triton's interpreter runs kernels on a CPU; ``tests/unit/test_interpreter.py`` starts it."""
 
 import dataclasses
 import os
-import subprocess
-import sys
 
-import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def run_in_interpreter(file):
-    """Runs the tests of a file with INTERPRETED set; fails with their output if any of them fails."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "pytest", file, "-q", "-p", "no:cacheprovider", "--tb=short", "-rf"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.fail(f"TRITON_INTERPRET=1 {' '.join(command)}\n{done.stdout}\n{done.stderr}", pytrace=False)
 
 
 if INTERPRETED:

@@ -1,4 +1,7 @@
-"""Training with the fused kernels in Triton's interpreter: the code path of a GPU through the whole step."""
+"""Training with the fused kernels in Triton's interpreter: the code path of a GPU through the whole step.
+
+``tests/unit/test_interpreter.py`` runs these tests.
+"""
 
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +20,7 @@ from lightning_sparse.sparsifiers import LayerLayout
 from tests.distributed.test_against_simulation import THRESHOLD
 from tests.distributed.training import build_batches, build_model, train
 from tests.integration.models import assert_equal
-from tests.interpreter import INTERPRETED, run_in_interpreter
+from tests.interpreter import INTERPRETED
 from tests.unit.test_native import outcome
 from tests.workers import on_workers, run_workers
 
@@ -25,14 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 NAN, INF = float("nan"), float("inf")
 STEPS = 15
 """Each step takes a quarter of a second per worker, because the interpreter runs kernels by operation."""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_whole_step_in_the_interpreter():
-    run_in_interpreter(__file__)
 
 
 def fused(function):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from lightning_sparse.exchange.payload import CAPACITY_STEP, PayloadFormat
 from lightning_sparse.exchange.routes.adding import TILE, decode
 from lightning_sparse.exchange.wire import Wire
-from tests.interpreter import INTERPRETED, run_in_interpreter
 from tests.unit.strategies import payloads_of, selections
 from tests.unit.test_fused_threshold import (
     AS_IT_IS,
@@ -93,11 +92,3 @@ def test_any_payloads(data):
     wire = data.draw(st.sampled_from(WIRES))
     chosen = selections(size, counts, wire=wire, seed=data.draw(st.integers(0, 99)))
     check(size, chosen, wire=wire, capacity=data.draw(st.integers(0, 220)))
-
-
-@pytest.mark.full
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_kernel_in_tritons_interpreter():
-    run_in_interpreter(__file__)

@@ -1,7 +1,6 @@
 """The fused kernels against plain tensors.
 
-Tests of kernels run on a GPU and skip without a GPU. Another test runs them in Triton's interpreter, in a separate
-process: the interpreter replaces parts of ``triton`` for the whole process.
+Tests of kernels run on a GPU and skip without a GPU. ``test_interpreter.py`` runs them in Triton's interpreter.
 """
 
 import importlib.util
@@ -28,7 +27,7 @@ from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fuse
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
 from lightning_sparse.sparsifiers import LayerLayout, ThresholdRun
 from tests.distributed.simulation import through_float8
-from tests.interpreter import INTERPRETED, run_in_interpreter
+from tests.interpreter import INTERPRETED
 from tests.unit.strategies import EDGE_THRESHOLDS, edge_values
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -393,14 +392,6 @@ def test_a_broken_triton_raises(monkeypatch, tmp_path):
 
 def test_a_cpu_has_no_kernels():
     assert not is_available(torch.device("cpu"))
-
-
-@pytest.mark.full
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_the_kernels_in_tritons_interpreter():
-    run_in_interpreter(__file__)
 
 
 TYPES = {

@@ -1,0 +1,25 @@
+"""Tests of kernels pass in Triton's interpreter: in a separate process, because it patches ``triton``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.full
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "file", ["unit/test_fused_threshold.py", "unit/test_fused_decode.py", "distributed/test_fused_training.py"]
+)
+def test_kernels_pass_in_tritons_interpreter(file):
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "pytest", str(TESTS / file), "-q", "-p", "no:cacheprovider", "--tb=short", "-rf"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(f"TRITON_INTERPRET=1 {' '.join(command)}\n{done.stdout}\n{done.stderr}", pytrace=False)
