@@ -14,26 +14,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_sparse import HardThreshold, LayerLayout, TopK, register_comm_hook
 from lightning_sparse.engine import warmup
+from tests.distributed.training import Weights
 from tests.workers import of_all_workers, on_workers, run_workers
 
 
-class Wide(torch.nn.Module):
-    """Two used layers and an optional layer; y = x @ w, so that the inputs are the gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Parameter(torch.zeros(4))
-        self.second = torch.nn.Parameter(torch.zeros(3))
-        self.sometimes = torch.nn.Parameter(torch.zeros(2))
-
-    def forward(self, first, second, sometimes=None):
-        loss = (self.first * first).sum() + (self.second * second).sum()
-        return loss if sometimes is None else loss + (self.sometimes * sometimes).sum()
+def wide():
+    return Weights(first=torch.zeros(4), second=torch.zeros(3), sometimes=torch.zeros(2))
 
 
 def wrapped(sparsifier, model=None, find_unused_parameters=False, bucket_cap_mb=1e-6, **options):
     model = DistributedDataParallel(
-        Wide() if model is None else model,
+        wide() if model is None else model,
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=bucket_cap_mb,
     )
@@ -110,7 +101,7 @@ def test_top_k_of_the_model_ignores_residuals_of_idle_layers():
 
 @on_workers(2)
 def test_top_k_of_the_model_compares_float32_and_float64():
-    model = Wide()
+    model = wide()
     model.second = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     ddp, _ = wrapped(TopK(3 / 9, granularity="model"), model)
     close = torch.tensor([1.0 + 1e-12, 1.0 + 3e-12, 1.0 + 2e-12], dtype=torch.float64)  # equal in float32
@@ -181,7 +172,7 @@ def test_a_state_may_be_collected_during_a_step():
 def test_a_state_is_freed_with_its_module():
     gc.collect()
     gc.disable()
-    model = DistributedDataParallel(Wide())
+    model = DistributedDataParallel(wide())
     state = register_comm_hook(model, HardThreshold(threshold=0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

@@ -5,7 +5,6 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import (
@@ -18,25 +17,15 @@ from lightning_sparse import (
     TopK,
     register_comm_hook,
 )
+from tests.distributed.training import Weights
 from tests.workers import on_workers, run_workers
 
 pytestmark = pytest.mark.xdist_group("join")
 
 
-class Sum(nn.Module):
-    """A layer whose gradient equals its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(40))
-
-    def forward(self, inputs):
-        return (self.weight * inputs).sum()
-
-
 def _epochs(sparsifier, num_epochs, options, *, drops=False):
     """Trains on 10 + 15 r batches per epoch on worker r. With ``drops`` the last worker skips three steps."""
-    module = DistributedDataParallel(Sum(), find_unused_parameters=options.pop("find_unused_parameters", False))
+    module = DistributedDataParallel(Weights(weight=torch.zeros(40)), find_unused_parameters=options.pop("find_unused_parameters", False))
     scale = options.get("error_feedback") == "learning_rate"
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     state = register_comm_hook(module, sparsifier, **options, **({"optimizer": optimizer} if scale else {}))
@@ -123,14 +112,14 @@ def test_joined_workers_agree_after_dropped_gradients(name, rows):
 
 @on_workers(2)
 def test_join_rejects_averages_over_fewer_workers():
-    module = DistributedDataParallel(Sum())
+    module = DistributedDataParallel(Weights(weight=torch.zeros(40)))
     register_comm_hook(module, TopK(0.2))
     with pytest.raises(ValueError, match="Invalid divide_by_initial_world_size=False"):
         module.join(divide_by_initial_world_size=False)
 
 
 def _train_with_unequal_batches():
-    module = DistributedDataParallel(Sum())
+    module = DistributedDataParallel(Weights(weight=torch.zeros(40)))
     register_comm_hook(module, TopK(0.2))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     for _ in range(2):

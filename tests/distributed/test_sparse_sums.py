@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
 from lightning_sparse.exchange.routes import cost_model
 from lightning_sparse.gradients.options import ExchangeOptions
+from tests.distributed.training import Weights
 from tests.workers import of_all_workers, on_workers, run_workers
 
 
@@ -51,33 +51,31 @@ def gradient(case, rank, step):
     return [case.scales[step] * torch.randn(size, generator=generator, dtype=torch.float64) for size in case.sizes]
 
 
-class Weights(nn.Module):
-    """A loss whose gradient is its argument."""
+def trainer_of(case, **options):
+    """Returns the state of a DDP module, and a function that trains a step on gradients and returns the averages."""
+    module = Weights(**{f"weight{place}": torch.zeros(size, dtype=case.dtype) for place, size in enumerate(case.sizes)})
+    model = DistributedDataParallel(module, **options)
+    sparsifier = HardThreshold(threshold=case.threshold, overshoot=case.overshoot)
+    options = {"exchange": "sparse_sums", "value_dtype": case.value_dtype, "per_layer_stats": case.per_layer}
+    state = register_comm_hook(model, sparsifier, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
-    def __init__(self, case):
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(size, dtype=case.dtype) for size in case.sizes])
+    def step(moves):
+        optimizer.zero_grad()
+        model(*moves).backward()
+        averages = [weight.grad.clone() for weight in module.parameters()]
+        optimizer.step()
+        return averages
 
-    def forward(self, moves):
-        pairs = [(weight, move) for weight, move in zip(self.weights, moves, strict=True) if move is not None]
-        return sum((weight * move.to(weight.dtype)).sum() for weight, move in pairs)
+    return state, step
 
 
 def run_case(case):
     """Returns the average, the residual and the statistics of every step on this worker."""
-    rank = dist.get_rank()
-    module = Weights(case)
-    model = DistributedDataParallel(module)
-    sparsifier = HardThreshold(threshold=case.threshold, overshoot=case.overshoot)
-    options = {"exchange": "sparse_sums", "value_dtype": case.value_dtype, "per_layer_stats": case.per_layer}
-    state = register_comm_hook(model, sparsifier, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state, train = trainer_of(case)
     history = []
     for step in range(len(case.scales)):
-        optimizer.zero_grad()
-        model(gradient(case, rank, step)).backward()
-        average = torch.cat([weight.grad.flatten() for weight in module.weights])
-        optimizer.step()
+        average = torch.cat(train(gradient(case, dist.get_rank(), step)))
         residuals = state.residuals.layers()
         residual = torch.cat([residuals[name] for name in sorted(residuals)])
         history.append((average.double(), residual.double(), state.last_step))
@@ -110,9 +108,8 @@ def test_nothing_is_lost_and_small_sums_wait(case):
 
 def run_with_room(case):
     """Runs a case with payloads for all coordinates."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_model, "SMALLEST_CAPACITY", sum(case.sizes))
-        return run_case(case)
+    cost_model.SMALLEST_CAPACITY = sum(case.sizes)
+    return run_case(case)
 
 
 def simulate(case):
@@ -132,23 +129,6 @@ def simulate(case):
     return history
 
 
-def trainer_of(case, **options):
-    """Returns the state of a DDP module, and a function that trains a step on gradients and returns the averages."""
-    model = DistributedDataParallel(Weights(case), **options)
-    sparsifier = HardThreshold(threshold=case.threshold)
-    state = register_comm_hook(model, sparsifier, exchange="sparse_sums", per_layer_stats=case.per_layer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-
-    def step(moves):
-        optimizer.zero_grad()
-        model(moves).backward()
-        averages = [weight.grad.clone() for weight in model.module.weights]
-        optimizer.step()
-        return averages
-
-    return state, step
-
-
 @on_workers(3)
 def test_a_threshold_of_zero_sends_everything_at_once():
     case = Case(sizes=(5000,), threshold=2.0, scales=(1.0,) * 6)
@@ -157,7 +137,7 @@ def test_a_threshold_of_zero_sends_everything_at_once():
         if step == 4:
             state.set_threshold(0.0)
         (average,) = train(gradient(case, dist.get_rank(), step))
-        assert bool(state.residuals.layers()["weights.0"].any()) == (step < 4)
+        assert bool(state.residuals.layers()["weight0"].any()) == (step < 4)
     expected = sum(gradient(case, rank, 5)[0] for rank in range(3)) / 3
     torch.testing.assert_close(average, expected, rtol=0, atol=1e-12)
 
@@ -167,17 +147,16 @@ def test_the_residual_of_an_unused_layer_stays():
     """The second layer of the bucket is the slice of rank 1, which does not use it in the last step."""
     rank = dist.get_rank()
     case = Case(num_workers=2, sizes=(500, 500), scales=(1.0,) * 6, per_layer=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_model, "SMALLEST_CAPACITY", 1000)
-        state, train = trainer_of(case, find_unused_parameters=True)
-        for step in range(5):
-            train(gradient(case, rank, step))
-        name = list(state.last_step.layers)[1]
-        layer = int(name.removeprefix("weights."))
-        before = state.residuals.layers()[name].clone()
-        moves = gradient(case, rank, 5)
-        is_sent = (before + moves[layer]).abs() >= case.threshold
-        average = train([None if rank == 1 and at == layer else move for at, move in enumerate(moves)])[layer]
+    cost_model.SMALLEST_CAPACITY = 1000
+    state, train = trainer_of(case, find_unused_parameters=True)
+    for step in range(5):
+        train(gradient(case, rank, step))
+    name = list(state.last_step.layers)[1]
+    layer = int(name.removeprefix("weight"))
+    before = state.residuals.layers()[name].clone()
+    moves = gradient(case, rank, 5)
+    is_sent = (before + moves[layer]).abs() >= case.threshold
+    average = train([None if rank == 1 and at == layer else move for at, move in enumerate(moves)])[layer]
     assert 0 < is_sent.sum() < 500
     if rank == 0:
         assert torch.equal(average != 0, is_sent)
@@ -215,7 +194,7 @@ def test_every_worker_gets_values_that_are_not_finite(value, burst, place):
         assert average.isfinite().tolist() == of_all_workers(average.isfinite().tolist())[0]
         assert average.isfinite().all() == (step != 2)
         assert state.last_step.non_finite == (step == 2)
-        assert state.residuals.layers()["weights.0"].isfinite().all()
+        assert state.residuals.layers()["weight0"].isfinite().all()
 
 
 @pytest.mark.parametrize(

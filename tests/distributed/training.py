@@ -39,6 +39,19 @@ def build_batches(num_workers: int, dtype: torch.dtype = torch.float64, steps: i
     return batches
 
 
+class Weights(torch.nn.Module):
+    """A loss Σ w · x, so that the gradient of a weight w is its input x; None leaves a weight out."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor))
+
+    def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+        pairs = zip(self.parameters(), inputs, strict=True)
+        return sum((weight * x.to(weight.dtype)).sum() for weight, x in pairs if x is not None)
+
+
 @dataclass
 class Result:
     """The result of a worker."""
