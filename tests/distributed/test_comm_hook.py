@@ -61,29 +61,24 @@ def test_calibration_steps_are_dense_and_later_steps_are_sparse(exchange):
 
 
 @on_workers(1)
-def test_register_comm_hook_rejects_unsuitable_modules():
-    plain = torch.nn.Linear(2, 2)
-    ddp = DistributedDataParallel(plain)
-    with pytest.raises(TypeError, match=r"Expected a torch.nn.parallel.DistributedDataParallel module, got Linear"):
-        register_comm_hook(plain, HardThreshold(threshold=0.1))
-    with pytest.raises(TypeError, match="Expected a sparsifier such as HardThreshold"):
-        register_comm_hook(ddp, 0.1)
-    with pytest.raises(ValueError, match=r"needs the learning rates. Pass optimizer="):
-        register_comm_hook(ddp, HardThreshold(threshold=0.1), error_feedback="learning_rate")
-    for name, allowed in (("optimizer", "Must be an optimizer"), ("grad_scaler", "Must be a torch.amp.GradScaler")):
-        with pytest.raises(TypeError, match=f"Invalid {name}='x'. {allowed}"):
-            register_comm_hook(ddp, HardThreshold(threshold=0.1), **{name: "x"})
-    with pytest.raises(
-        ValueError, match=r"Invalid exchange='sparse'. Must be one of 'auto', 'gather', 'reduce_scatter',"
-    ):
-        register_comm_hook(ddp, HardThreshold(threshold=0.1), exchange="sparse")
+def test_register_comm_hook_rejects_unsuitable_modules_and_options():
+    plain, fixed = torch.nn.Linear(2, 2), HardThreshold(threshold=0.1)
+    ddp, registered = DistributedDataParallel(plain), DistributedDataParallel(torch.nn.Linear(2, 2))
+    register_comm_hook(registered, fixed)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         reduced = DistributedDataParallel(torch.nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="python_reducer"):
-        register_comm_hook(reduced, HardThreshold(threshold=0.1))
-    register_comm_hook(ddp, HardThreshold(threshold=0.1))
-    with pytest.raises(RuntimeError, match="register_comm_hook"):
-        register_comm_hook(ddp, HardThreshold(threshold=0.1))
+    for kind, message, module, sparsifier, options in (
+        (TypeError, "Expected a torch.nn.parallel.DistributedDataParallel module, got Linear", plain, fixed, {}),
+        (TypeError, "Expected a sparsifier such as HardThreshold", ddp, 0.1, {}),
+        (ValueError, "needs the learning rates. Pass optimizer=", ddp, fixed, {"error_feedback": "learning_rate"}),
+        (TypeError, "Invalid optimizer='x'. Must be an optimizer", ddp, fixed, {"optimizer": "x"}),
+        (TypeError, "Invalid grad_scaler='x'. Must be a torch.amp.GradScaler", ddp, fixed, {"grad_scaler": "x"}),
+        (ValueError, "Invalid exchange='sparse'. Must be one of 'auto', 'gather',", ddp, fixed, {"exchange": "sparse"}),
+        (RuntimeError, "python_reducer", reduced, fixed, {}),
+        (RuntimeError, "register_comm_hook", registered, fixed, {}),
+    ):
+        with pytest.raises(kind, match=message):
+            register_comm_hook(module, sparsifier, **options)
 
 
 @on_workers(2)
