@@ -185,12 +185,15 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
         assert {"rank", "world_size", "seal", "shared"} <= holder.state_dict().keys()
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @on_workers(2)
-def test_a_line_search_causes_no_warning_of_dropped_gradients() -> None:
+def test_a_line_search_or_join_causes_no_message_of_dropped_gradients(joins: bool) -> None:
     net = build()
     ddp = DistributedDataParallel(net)
     register_comm_hook(ddp, HardThreshold(threshold=0.0))
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
+    optimizer: Any = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
+    if joins:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     messages: list[str] = []
 
     def closure(batch: Tensor) -> Tensor:
@@ -199,7 +202,8 @@ def test_a_line_search_causes_no_warning_of_dropped_gradients() -> None:
         loss.backward()
         return loss
 
-    with messages_of(messages):
-        for batch in batches(6):
-            optimizer.step(partial(closure, batch))
+    for _ in range(2):
+        with messages_of(messages), ddp.join(enable=joins):
+            for batch in batches(4 + 6 * dist.get_rank() * joins):
+                optimizer.step(partial(closure, batch))
     assert not [message for message in messages if "dropped" in message]
