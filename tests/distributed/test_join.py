@@ -1,6 +1,6 @@
 """Workers with unequal numbers of batches in torch's Join: nothing is lost or counts twice, and all workers agree."""
 
-from functools import cache
+from functools import partial
 
 import pytest
 import torch
@@ -20,12 +20,14 @@ from lightning_sparse import (
 from tests.distributed.training import Weights
 from tests.workers import on_workers, run_workers
 
-pytestmark = pytest.mark.xdist_group("join")
 
-
-def _epochs(sparsifier, num_epochs, options, *, drops=False):
+def _epochs(kind, num_epochs, *, drops=False):
     """Trains on 10 + 15 r batches per epoch on worker r. With ``drops`` the last worker skips three steps."""
-    module = DistributedDataParallel(Weights(weight=torch.zeros(40)), find_unused_parameters=options.pop("find_unused_parameters", False))
+    sparsifier, options = KINDS[kind]
+    options = dict(options)
+    module = DistributedDataParallel(
+        Weights(weight=torch.zeros(40)), find_unused_parameters=options.pop("find_unused_parameters", False)
+    )
     scale = options.get("error_feedback") == "learning_rate"
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     state = register_comm_hook(module, sparsifier, **options, **({"optimizer": optimizer} if scale else {}))
@@ -53,7 +55,6 @@ def _epochs(sparsifier, num_epochs, options, *, drops=False):
         "pending": residual.view(-1),
         "weight": module.module.weight.detach(),
         "numbers": numbers,
-        "density": state.last_step.density,
     }
 
 
@@ -78,33 +79,19 @@ KINDS = {
 }
 
 
-def _all_kinds(names, num_epochs, drops):
-    return {name: _epochs(KINDS[name][0], num_epochs, dict(KINDS[name][1]), drops=drops) for name in names}
-
-
-@cache
-def outcomes(num_workers, num_epochs, drops, *names):
-    """Returns the results of all workers by kind. All kinds share the processes, because a start takes longest."""
-    workers = run_workers(_all_kinds, num_workers, names, num_epochs, drops)
-    return {name: [worker[name] for worker in workers] for name in names}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_sent_and_pending_gradients_add_up_under_join(name, rows):
-    workers = outcomes(3, 4, False, *dict.fromkeys(row["name"] for row in rows))[name]
+@pytest.mark.parametrize("kind", KINDS)
+def test_sent_and_pending_gradients_add_up_under_join(kind):
+    workers = run_workers(_epochs, 3, kind, 4)
     mean = torch.stack([worker["total"] - worker["pending"] for worker in workers]).mean(0)
     for worker in workers:
         torch.testing.assert_close(-worker["weight"], mean, rtol=1e-4, atol=1e-3)
         assert repr(worker["numbers"]) == repr(workers[0]["numbers"])
 
 
-DROPPED = ("random k", "density, float8", "density of each layer", "accordion")
-
-
-@pytest.mark.parametrize("name", DROPPED)
-def test_joined_workers_agree_after_dropped_gradients(name, rows):
+@pytest.mark.parametrize("kind", ["random k", "density, float8", "density of each layer", "accordion"])
+def test_joined_workers_agree_after_dropped_gradients(kind):
     """Workers without batches cannot see that an exchange does not train."""
-    workers = outcomes(2, 3, True, *dict.fromkeys(row["name"] for row in rows if row["name"] in DROPPED))[name]
+    workers = run_workers(partial(_epochs, drops=True), 2, kind, 3)
     for worker in workers:
         assert repr(worker["numbers"]) == repr(workers[0]["numbers"])
         torch.testing.assert_close(worker["weight"], workers[0]["weight"], rtol=0, atol=0)
