@@ -1,5 +1,7 @@
 """Layers and buffers that are added, replaced or removed during training."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,45 +10,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
+from tests.distributed.test_plain_loops import batches, build
 from tests.integration.models import warnings_of
 from tests.workers import of_all_workers, on_workers
 
 LAMBDA, STEPS, CHANGE = 0.02, 20, 5
 
 
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
 def replace_layer(net: nn.Sequential) -> None:
     net[2] = nn.Linear(16, 4)
 
 
-def resize_layer(net: nn.Sequential) -> None:
-    net[2] = nn.Linear(16, 7)
-
-
-def remove_layer(net: nn.Sequential) -> None:
-    net[2] = nn.Identity()
-
-
-def rename_layer(net: nn.Sequential) -> None:
-    prune.l1_unstructured(net[0], "weight", amount=0.3)
-
-
-CHANGES = (replace_layer, resize_layer, remove_layer, rename_layer)
-
-
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7 + dist.get_rank())
-    return [torch.randn(4, 8, generator=generator) for _ in range(STEPS)]
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "replaced": replace_layer,
+    "resized": lambda net: setattr(net, "2", nn.Linear(16, 7)),
+    "removed": lambda net: setattr(net, "2", nn.Identity()),
+    "renamed": lambda net: prune.l1_unstructured(net[0], "weight", amount=0.3),
+}
 
 
 @on_workers(2)
 def test_a_replaced_renamed_or_removed_layer_raises_at_the_next_exchange() -> None:
-    for change in CHANGES:
-        net = build()
+    for change in CHANGES.values():
+        net = build(4)
         averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA))
         averager.step()
         change(net)
@@ -57,9 +43,9 @@ def test_a_replaced_renamed_or_removed_layer_raises_at_the_next_exchange() -> No
 
 @on_workers(2)
 def test_an_added_layer_starts_from_its_mean_and_stays_within_the_threshold() -> None:
-    net = build()
+    net = build(4)
     averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(every_n_steps=3))
-    for step, batch in enumerate(batches()):
+    for step, batch in enumerate(batches(STEPS)):
         if step in (0, CHANGE):
             if step:
                 torch.manual_seed(dist.get_rank())  # each worker draws different weights
@@ -89,10 +75,10 @@ class Statistic(nn.Module):
 @pytest.mark.parametrize("every_n_steps", [1, 3, 100])
 @on_workers(2)
 def test_a_buffer_registered_later_is_averaged_and_saved(every_n_steps: int) -> None:
-    net = build().append(Statistic())
+    net = build(4).append(Statistic())
     averager = SparseModelAverager(net, HardThreshold(threshold=LAMBDA), DriftOptions(every_n_steps=every_n_steps))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step, batch in enumerate(batches()):
+    for step, batch in enumerate(batches(STEPS)):
         if step == CHANGE:
             net[3].register_buffer("mean", torch.zeros(4))
         net(batch).square().mean().backward()
@@ -110,12 +96,12 @@ def test_a_buffer_registered_later_is_averaged_and_saved(every_n_steps: int) -> 
 
 @on_workers(2)
 def test_a_layer_outside_ddp_causes_a_single_warning() -> None:
-    net = build()
+    net = build(4)
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
     register_comm_hook(ddp, HardThreshold(threshold=0.0))
     messages = []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step, batch in enumerate(batches()):
+    for step, batch in enumerate(batches(STEPS)):
         if step == CHANGE:
             replace_layer(net)
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

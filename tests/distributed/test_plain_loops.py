@@ -28,9 +28,9 @@ from tests.integration.models import OptimizerWrapper, messages_of, warnings_of
 from tests.workers import on_workers
 
 
-def build() -> nn.Sequential:
+def build(outputs: int = 1) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, outputs))
 
 
 def batches(count: int) -> list[Tensor]:
