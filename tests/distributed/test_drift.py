@@ -9,47 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
 from tests.distributed.drift_simulation import CASES, anchor_of, flat
-from tests.workers import of_all_workers, on_workers, run_workers
+from tests.distributed.training import OPTIMIZERS, build_batches, build_model
+from tests.workers import of_all_workers, on_workers
 
 STEPS = 13
 THRESHOLD = 0.02
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = nn.Linear(12, 20)
-        self.last = nn.Linear(20, 4)
-
-    def forward(self, inputs):
-        return self.last(self.first(inputs).tanh())
-
-
-def adam(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    inputs = torch.randn(8, 12, generator=generator, dtype=torch.float64)
-    return inputs, inputs[:, :4].argmax(1)
-
-
-def loss_of(model, rank, step):
-    inputs, classes = batch(rank, step)
-    return F.cross_entropy(model(inputs), classes)
+adam = OPTIMIZERS["adam"]
 
 
 def train(model, optimizer, steps, averager=None):
+    batches = build_batches(dist.get_world_size(), steps=STEPS)
     for step in steps:
+        inputs, targets = batches[step][dist.get_rank()]
         optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
+        nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         if averager is not None:
             averager.step()
@@ -57,9 +34,9 @@ def train(model, optimizer, steps, averager=None):
 
 @on_workers(2)
 def test_each_layer_sends_its_share_by_its_own_threshold():
-    model = Net().double()
+    model = build_model()
     optimizer = adam(model.parameters())
-    options = {"density": 0.2, "calibration_steps": 2, "granularity": "layer", "layer_thresholds": {"last.bias": 0.0}}
+    options = {"density": 0.2, "calibration_steps": 2, "granularity": "layer", "layer_thresholds": {"4.bias": 0.0}}
     averager = SparseModelAverager(model, HardThreshold(**options))
     densities = []
     for step in range(150):
@@ -72,12 +49,12 @@ def test_each_layer_sends_its_share_by_its_own_threshold():
         densities.append({name: layer.density for name, layer in averager.last_step.layers.items()})
     thresholds = dict(averager.sparsifier.of_layers)
     assert of_all_workers(thresholds) == [thresholds] * 2
-    assert thresholds.keys() == {"first.weight", "first.bias", "last.weight"}
-    assert len(set(thresholds.values())) == 3
+    assert thresholds.keys() == {"0.weight", "0.bias", "2.weight", "2.bias", "4.weight"}
+    assert len(set(thresholds.values())) == 5
     # last_step has the threshold before the last correction.
     assert averager.last_step.threshold == pytest.approx(max(thresholds.values()), rel=0.5)
     mean = {name: sum(of_step[name] for of_step in densities[50:]) / 100 for name in densities[0]}
-    assert mean.pop("last.bias") == 1
+    assert mean.pop("4.bias") == 1
     assert mean == pytest.approx(dict.fromkeys(thresholds, 0.2), rel=0.2)
 
 
@@ -88,7 +65,7 @@ def test_each_layer_sends_its_share_by_its_own_threshold():
 @on_workers(2)
 def test_a_resumed_loop_equals_an_uninterrupted_loop(case, stop):
     def begin():
-        model = Net().double()
+        model = build_model()
         sparsifier = HardThreshold(density=0.2, calibration_steps=4)
         return model, adam(model.parameters()), SparseModelAverager(model, sparsifier, DriftOptions(**CASES[case]))
 
@@ -110,16 +87,16 @@ def test_a_resumed_loop_equals_an_uninterrupted_loop(case, stop):
 
 @on_workers(2)
 def test_a_state_within_averaged_weights_has_the_workers_own_weights():
-    model = Net().double()
+    model = build_model()
     averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD))
     with torch.no_grad():
-        model.last.bias.fill_(dist.get_rank())
+        model[4].bias.fill_(dist.get_rank())
     before = averager.state_dict()["own"]["weights"]
     with averager.averaged_weights():
-        assert model.last.bias.tolist() == [0.5] * 4
+        assert model[4].bias.tolist() == [0.5] * 3
         within = averager.state_dict()["own"]["weights"]
     torch.testing.assert_close(within, before, rtol=0, atol=0)
-    assert within["last.bias"].tolist() == [dist.get_rank()] * 4
+    assert within["4.bias"].tolist() == [dist.get_rank()] * 3
 
 
 @on_workers(2)
@@ -167,47 +144,50 @@ def test_an_averager_handles_parameters_of_every_kind():
 
 @on_workers(3)
 def test_all_workers_see_non_finite_drifts_in_the_same_exchange():
-    model = Net().double()
+    model = build_model()
     averager = SparseModelAverager(model, HardThreshold(threshold=1e30))
     with torch.no_grad():
         if dist.get_rank() == 1:
-            model.last.bias[2] = float("nan")
-            model.first.weight[0, 0] = float("inf")
+            model[4].bias[2] = float("nan")
+            model[0].weight[0, 0] = float("inf")
     averager.step()
-    assert model.last.bias.isnan().nonzero().tolist() == [[2]]
-    assert not model.first.weight[0, 0].isfinite()
+    assert model[4].bias.isnan().nonzero().tolist() == [[2]]
+    assert not model[0].weight[0, 0].isfinite()
     assert sum(int((~parameter.isfinite()).sum()) for parameter in model.parameters()) == 2
     assert averager.last_step.non_finite == 2
 
 
 def averaged_by(outer):
-    return SparseModelAverager(Net(), HardThreshold(threshold=0.1), DriftOptions(outer_optimizer=outer))
+    return SparseModelAverager(build_model(), HardThreshold(threshold=0.1), DriftOptions(outer_optimizer=outer))
 
 
 @on_workers(2)
 def test_errors_of_averagers_name_the_remedy():
     fixed = HardThreshold(threshold=0.1)
-    closed, within = (SparseModelAverager(Net(), fixed) for _ in range(2))
+    closed, within = (SparseModelAverager(build_model(), fixed) for _ in range(2))
     closed.close()
-    model = Net()
-    older, newer = (SparseModelAverager(part, fixed) for part in (model, model.last))
+    model = build_model()
+    older, newer = (SparseModelAverager(part, fixed) for part in (model, model[4]))
     newer.step()
-    model = Net()
-    model.first.requires_grad_(False)
+    model = build_model()
+    model[0].requires_grad_(False)
     whole = SparseModelAverager(model, fixed)
-    model.first.requires_grad_(True)
-    part = SparseModelAverager(model.first, fixed)
+    model[0].requires_grad_(True)
+    part = SparseModelAverager(model[0], fixed)
     whole.step()  # gives the layer an anchor too
     for make, word in (
-        (lambda: SparseModelAverager(DistributedDataParallel(Net()), fixed), "Unwrap"),
+        (lambda: SparseModelAverager(DistributedDataParallel(build_model()), fixed), "Unwrap"),
         (lambda: SparseModelAverager(3, fixed), "Invalid module=3. Must be a torch.nn.Module"),
-        (lambda: SparseModelAverager(Net(), 0.1), "Expected a sparsifier such as .*, got 0.1"),
-        (lambda: SparseModelAverager(Net(), HardThreshold), "Expected a sparsifier"),
+        (lambda: SparseModelAverager(build_model(), 0.1), "Expected a sparsifier such as .*, got 0.1"),
+        (lambda: SparseModelAverager(build_model(), HardThreshold), "Expected a sparsifier"),
         *((partial(averaged_by, outer), "Must return a torch.optim.Optimizer") for outer in (torch.optim.LBFGS, list)),
         (lambda: averaged_by(None).load_state_dict(None), "it has nothing, and lacks world_size, rank"),
         (lambda: averaged_by(None).subscribe(3), "Invalid receiver=3. Must be a function of StepStats"),
-        (lambda: SparseModelAverager(Net().requires_grad_(False), fixed), "nothing to average"),
-        (lambda: SparseModelAverager(Net(), fixed, DriftOptions(every_n_steps=1 + dist.get_rank())), "every_n_steps"),
+        (lambda: SparseModelAverager(build_model().requires_grad_(False), fixed), "nothing to average"),
+        (
+            lambda: SparseModelAverager(build_model(), fixed, DriftOptions(every_n_steps=1 + dist.get_rank())),
+            "every_n_steps",
+        ),
         (lambda: DriftOptions(every_n_steps=0), "at least 1"),
         (lambda: DriftOptions(drift_decay=0.5), "keep_drift=False"),
         (lambda: DriftOptions(keep_drift=False, drift_decay=1.5), r"\(0, 1\]"),
@@ -230,7 +210,7 @@ def test_errors_of_averagers_name_the_remedy():
 def test_an_unreferenced_averager_is_freed_without_garbage_collection(options):
     gc.collect()
     gc.disable()
-    model = Net()
+    model = build_model()
     averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), DriftOptions(**options))
     for _ in range(3):
         averager.step()
@@ -241,62 +221,45 @@ def test_an_unreferenced_averager_is_freed_without_garbage_collection(options):
     assert gone() is None
 
 
-def drop_pending_averagers(drops):
-    """Drops averagers with pending exchanges, then trains a model."""
-    for overlaps in (True, True, False) if drops else (False,):
-        model = Net().double()
+@on_workers(2, timeout=40)
+def test_a_dropped_averager_with_a_pending_exchange_blocks_nothing():
+    ends = []
+    for overlaps in (False, True, True, False):
+        model = build_model()
         options = DriftOptions(overlap=overlaps, exchange="gather")
         averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
         train(model, adam(model.parameters()), range(4), averager)
         del averager
-    return flat(model)
+        ends.append(flat(model))
+    assert torch.equal(ends[0], ends[-1])
 
 
-def test_a_dropped_averager_with_a_pending_exchange_blocks_nothing():
-    alone = run_workers(drop_pending_averagers, 2, False)
-    for expected, found in zip(alone, run_workers(drop_pending_averagers, 2, True, timeout=40), strict=True):
-        assert torch.equal(found, expected)
-
-
-def reload_repeatedly(flushes):
-    """Loads a state repeatedly during exchanges; returns the weights after more steps."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 20))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    averager = SparseModelAverager(model, HardThreshold(density=0.01), DriftOptions(overlap=True))
-    generator = torch.Generator().manual_seed(rank)
-
-    def go(steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(8, 300, generator=generator)).square().mean().backward()
-            optimizer.step()
-            averager.step()
-
-    go(9)
-    saved = averager.state_dict()
-    for _ in range(10):
-        go(3)
-        if flushes:
-            averager.flush()
-        averager.load_state_dict(saved)
-        go(2)
-    averager.flush()
-    return flat(model)
-
-
+@on_workers(2, timeout=80)
 def test_a_state_may_be_loaded_during_an_exchange():
-    expected = run_workers(reload_repeatedly, 2, True)
-    for weights, flushed in zip(run_workers(reload_repeatedly, 2, False, timeout=40), expected, strict=True):
-        assert weights.isfinite().all()
-        assert torch.equal(weights, flushed)
+    ends = []
+    for flushes in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 3000), nn.Tanh(), nn.Linear(3000, 3)).double()
+        optimizer = adam(model.parameters())
+        averager = SparseModelAverager(model, HardThreshold(density=0.01), DriftOptions(overlap=True))
+        train(model, optimizer, range(9), averager)
+        saved = averager.state_dict()
+        for _ in range(10):
+            train(model, optimizer, range(3), averager)
+            if flushes:
+                averager.flush()
+            averager.load_state_dict(saved)
+            train(model, optimizer, range(2), averager)
+        averager.flush()
+        ends.append(flat(model))
+    assert ends[0].isfinite().all()
+    assert torch.equal(*ends)
 
 
 @pytest.mark.parametrize("restarts", [True, False])
 @on_workers(2, timeout=40)
 def test_an_averager_may_be_replaced_or_reset_during_an_exchange(restarts):
-    model = Net().double()
+    model = build_model()
     optimizer = adam(model.parameters())
     options = DriftOptions(overlap=True)
     old = averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
@@ -320,7 +283,7 @@ def test_an_averager_may_be_replaced_or_reset_during_an_exchange(restarts):
 
 def train_unfreezing(looks_at):
     """Unfreezes a layer between two exchanges; uses averaged weights after some steps."""
-    model = Net().double()
+    model = build_model()
     frozen = next(model.parameters())
     frozen.requires_grad_(False)
     optimizer = adam(model.parameters())
@@ -347,7 +310,7 @@ def test_looking_at_averaged_weights_changes_nothing_after_unfreezing():
 @on_workers(2, timeout=40)
 def test_a_buffer_may_change_on_a_worker_during_an_exchange(kind):
     rank = dist.get_rank()
-    model = Net().double()
+    model = build_model()
     model.register_buffer("early", torch.zeros(3))
     model.register_buffer("late", torch.zeros(2))
     averager = SparseModelAverager(model, HardThreshold(threshold=0.0), DriftOptions(overlap=True))
