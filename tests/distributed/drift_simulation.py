@@ -130,18 +130,15 @@ class Simulation:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def anchor_of(averager: Any) -> Tensor:
     return torch.cat([anchor.flatten() for anchor in averager.anchor().values()])
 
 
-@torch.no_grad()
 def write(model: nn.Module, values: Tensor) -> None:
-    parts = torch.split(values, [parameter.numel() for parameter in model.parameters()])
-    for parameter, part in zip(model.parameters(), parts, strict=True):
-        parameter.copy_(part.view(parameter.shape))
+    nn.utils.vector_to_parameters(values.clone(), model.parameters())
 
 
 def at_least(threshold: float) -> Select:
