@@ -1,6 +1,5 @@
 """Sharded replicas with their own optimizers against as many plain workers, each with the data of a replica."""
 
-import functools
 from functools import partial
 
 import pytest
@@ -29,9 +28,9 @@ def loss_of(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def train(mesh, options):
+def train(layout, options):
     """Returns the full weights and anchor of a replica after each step, and its final statistics."""
-    model = build_network()
+    mesh, model = build_mesh(*layout), build_network()
     if dist.get_rank() // mesh["shard"].size():  # replicas start with different weights
         for parameter in model.parameters():
             parameter.data.add_(1.0)
@@ -89,28 +88,15 @@ def simulated(layout, options):
     return simulation, history, looks
 
 
-def train_all(layout, cases):
-    mesh = build_mesh(*layout)
-    return {case: train(mesh, CASES[case]) for case in cases}
-
-
 FEW = ("every third step", "applied late")
 ROWS = [(layout, case) for layout in LAYOUTS for case in (CASES if layout == (2, 2) else FEW)]
 
 
-@functools.cache
-def trained(layout, *cases):
-    """Returns the results of every rank in all cases, which share the processes."""
-    return run_workers(train_all, layout[0] * layout[1], layout, cases, new=True)
-
-
-@pytest.mark.xdist_group("drifts of shards")
 @pytest.mark.parametrize(("layout", "case"), ROWS, ids=str)
-def test_sharded_replicas_train_as_plain_workers(layout, case, rows):
-    ranks = trained(layout, *(row["case"] for row in rows if row["layout"] == layout))
+def test_sharded_replicas_train_as_plain_workers(layout, case):
+    ranks = run_workers(train, layout[0] * layout[1], layout, CASES[case], new=True)
     simulation, expected, expected_looks = simulated(layout, CASES[case])
-    for rank, of_cases in enumerate(ranks):
-        history, looks, mean, own, last = of_cases[case]
+    for rank, (history, looks, mean, own, last) in enumerate(ranks):
         for (weights, anchor, _), (all_weights, expected_anchor) in zip(history, expected, strict=True):
             torch.testing.assert_close(weights, all_weights[rank // layout[1]], rtol=0, atol=1e-12)
             torch.testing.assert_close(anchor, expected_anchor, rtol=0, atol=1e-12)
@@ -120,5 +106,5 @@ def test_sharded_replicas_train_as_plain_workers(layout, case, rows):
         assert last.num_elements == sum(layer.num_elements for layer in last.layers.values()) == mean.numel()
         assert simulation.sent[-1] == last.selected
         assert layout[0] == 1 or 0.02 < last.density < 0.98
-    largest = [[state[2] for state in of_cases[case][0]] for of_cases in ranks]
+    largest = [[drift for *_, drift in history] for history, *_ in ranks]
     assert all(drifts == largest[0] for drifts in largest)  # of all shards
