@@ -237,14 +237,13 @@ class Checker:
         }
         # Squares are float32, and the smallest are subnormal.
         slack = {layer.name: slack[layer.name] + layer.size * SMALLEST_SQUARE for layer in case.layers}
-        bytes_of = {name: dtype.itemsize for name, dtype in DTYPES.items()}
         for name, value, expected in (
             ("step", stats.step, self.exchanges),
             ("num_workers", stats.num_workers, n),
             ("num_elements", stats.num_elements, case.num_elements),
             ("non_finite", stats.non_finite, non_finite),
             ("threshold", stats.threshold, self.simulation.threshold),
-            ("dense_bytes", stats.dense_bytes, sum(layer.size * bytes_of[layer.dtype] for layer in case.layers)),
+            ("dense_bytes", stats.dense_bytes, sum(layer.size * DTYPES[layer.dtype].itemsize for layer in case.layers)),
             ("layers", sorted(stats.layers), sorted(counts) if case.per_layer_stats else []),
         ):
             if value != expected:

@@ -18,7 +18,6 @@ class Sent:
         compensated: p.
         sent: out, zeros where nothing is sent.
         kept: e'.
-        is_sent: mask of selected elements.
         is_open: mask of elements whose selection is unknown.
         rounding: error bound of p: 0, or the effect of the last bits of a clipping factor.
         count: k.
@@ -28,7 +27,6 @@ class Sent:
     compensated: Tensor
     sent: Tensor
     kept: Tensor
-    is_sent: Tensor
     is_open: Tensor
     rounding: Tensor
     count: int
@@ -187,9 +185,8 @@ class Simulation:
         gradients: dict[str, Tensor] = {}
         for index, layer in enumerate(self.case.layers):
             stale = self.stale.get(layer.name)
-            if stale is None or self.case.is_zeroed(step, worker, index):
-                stale = None
-            if stale is not None and self.case.is_used(step, worker, index):
+            is_kept = stale is not None and not self.case.is_zeroed(step, worker, index)
+            if is_kept and self.case.is_used(step, worker, index):
                 gradients[layer.name] = stale.clone()
         for micro in self.case.backwards(step):
             for name, gradient in self._of_one_backward(step, micro, worker, scale).items():
@@ -250,7 +247,7 @@ class Simulation:
         if self.case.error_feedback == "none":
             kept = torch.zeros_like(p)
         sent = torch.where(is_sent, rounded, torch.zeros_like(p))
-        return Sent(p, sent, kept, is_sent, is_open, rounding, count, quantum)
+        return Sent(p, sent, kept, is_open, rounding, count, quantum)
 
     def _select(self, layer: Layer, p: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor, int]:
         magnitude = p.abs().double()
@@ -288,7 +285,8 @@ def _compensate(
     if not precision:
         return p, torch.zeros_like(p)
     ulps = 2 * torch.finfo(error.dtype).eps * (p.abs() + error.abs())
-    return p, (relative(layer, precision) * g.abs() + ulps).nan_to_num(0.0, 0.0)
+    share = 2.0**-6 if layer.dtype == "bfloat16" else precision  # a clipped bfloat16 and its factor have 8 bits
+    return p, (share * g.abs() + ulps).nan_to_num(0.0, 0.0)
 
 
 def squared_slack(result: Sent, case: Case) -> float:
@@ -307,11 +305,6 @@ def error_dtype(layer: Layer) -> torch.dtype:
 def precision_of(case: Case) -> float:
     """Returns the relative error of squared norms: sums of 1,024 float32 squares, or of float64."""
     return 1e-12 if case.dtype == "float64" else 1e-5
-
-
-def relative(layer: Layer, precision: float) -> float:
-    """Returns the relative error of a clipped gradient: bfloat16 and its factor have 8 bits."""
-    return 2.0**-6 if layer.dtype == "bfloat16" else precision
 
 
 def float8_scale(threshold: float) -> float:

@@ -27,13 +27,10 @@ class Model(torch.nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList()
-        for layer in case.layers:
-            module = torch.nn.Module()
-            module.register_parameter(
-                layer.name.split(".")[-1], torch.nn.Parameter(torch.ones(layer.size, dtype=DTYPES[layer.dtype]))
-            )
-            self.layers.append(module)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ParameterDict({layer.name.split(".")[-1]: torch.ones(layer.size, dtype=DTYPES[layer.dtype])})
+            for layer in case.layers
+        )
 
     def forward(self, inputs: list[Tensor | None]) -> Tensor:
         terms = [(w * x).sum().double() for w, x in zip(self.parameters(), inputs, strict=True) if x is not None]
