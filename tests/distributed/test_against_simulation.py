@@ -116,11 +116,3 @@ def test_scaled_integer_rounding_in_float64_equals_the_simulation(options):
 
     results = run_workers(partial(train, ScaledIntegerRounding(0.1), "nesterov", **options), 3)
     assert_matches_simulation(results, "nesterov", Plan(lambda name, p: rounded(p) != 0, round_values=rounded))
-
-
-def test_all_workers_correct_a_calibrated_threshold_equally():
-    sparsifier = HardThreshold(density=0.1, calibration_steps=5)
-    first, *others = run_workers(partial(train, sparsifier, "nesterov"), 3)
-    thresholds = [step.threshold for step in first.steps[5:]]
-    assert len(set(thresholds)) == len(thresholds)
-    assert all([step.threshold for step in other.steps[5:]] == thresholds for other in others)
