@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_sparse import HardThreshold, TopK
+from lightning_sparse import HardThreshold, LayerLayout, TopK
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from tests.distributed.simulation import Plan
@@ -21,8 +21,6 @@ pytestmark = pytest.mark.cuda
 
 @pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.5), HardThreshold(threshold=0.0), TopK(0.01)])
 def test_selection_and_payload_are_equal_on_both_devices(sparsifier):
-    from lightning_sparse.sparsifiers import LayerLayout
-
     layout = LayerLayout(("a", "b"), (100_000, 50_000))
     compensated = torch.randn(150_000, generator=torch.Generator().manual_seed(0)) * 0.2
     compensated[[5, 70_000, 149_999]] = torch.tensor([float("nan"), float("inf"), float("-inf")])

@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import HardThreshold, shard_exchange
+from lightning_sparse.engine import grouping
 from lightning_sparse.exchange.groups import replica_workers
+from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
 from tests.integration.hsdp_models import build_network
 from tests.workers import on_workers, run_workers
 
@@ -46,8 +48,6 @@ def whole_weights(model):
 
 
 def whole_residuals(exchange):
-    from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
-
     named = exchange.snapshot().own["residual"].items()
     return {name: whole(like_parameter(exchange.parameters[name], residual)) for name, residual in named}
 
@@ -107,8 +107,6 @@ def soak_inputs(plan):
 
 
 def soak(plan):
-    from lightning_sparse.engine import grouping
-
     grouping.BUCKET_ELEMENTS = plan["bucket"]
     replicas, shards = plan["layout"]
     mesh = build_mesh(replicas, shards)
