@@ -4,6 +4,8 @@ A single process stands for n workers that all send the same values. On a CPU, a
 a GPU, it runs in a separate stream after a pause, as a collective of NCCL does if other ranks are late.
 """
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -52,11 +54,9 @@ class LateWorkers(Workers):
         return _Late(lambda: tensor.mul_(self.num_workers), tensor.device)
 
 
-_streams = {}
-
-
+@cache
 def _side_stream(device):
-    return _streams.setdefault(device, torch.cuda.Stream(device))
+    return torch.cuda.Stream(device)
 
 
 def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_side_stream=False):

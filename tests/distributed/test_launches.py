@@ -6,7 +6,6 @@ though some launch more (a sort, a scan), and views and allocations as none.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -106,13 +105,8 @@ class _Workers(Workers):
         return Pending()
 
 
-class _Now:
-    counts: Counts
-    headers: torch.Tensor
-    leave_fake: Callable[[], None]
-
-
-_now = _Now()
+_now = SimpleNamespace()
+"""The counts and headers of the present step, and a function that leaves the mode of fake tensors."""
 
 
 def _copy_to_host(table):
