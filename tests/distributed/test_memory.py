@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,27 +48,24 @@ class _OnTheCpu(TorchDispatchMode):
         self._known = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._known:
-                self._follow(leaf, counts=False)  # a bucket of DDP, which allocates it elsewhere
+        self._follow((args, kwargs), counts=False)  # a bucket of DDP, which allocates it elsewhere
         result = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._known:
-                self._follow(leaf, counts=True)
+        self._follow(result, counts=True)
         return result
 
-    def _follow(self, tensor, counts):
-        storage = tensor.untyped_storage()
-        size = storage.nbytes() if counts else 0
-        key = storage._cdata
+    def _follow(self, tree, counts):
+        for leaf in torch.utils._pytree.tree_leaves(tree):
+            if not isinstance(leaf, torch.Tensor) or (key := leaf.untyped_storage()._cdata) in self._known:
+                continue
+            storage = leaf.untyped_storage()
+            size = storage.nbytes() if counts else 0
+            self._known[key] = weakref.ref(storage, partial(self._forget, key, size))
+            self.held += size
+            self.peak = max(self.peak, self.held)
 
-        def forget(_):
-            self.held -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, forget)
-        self.held += size
-        self.peak = max(self.peak, self.held)
+    def _forget(self, key, size, _):
+        self.held -= size
+        del self._known[key]
 
     def begin(self):
         self.peak = self.held
