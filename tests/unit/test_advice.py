@@ -4,7 +4,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_sparse.sparsifiers import Dense
 from lightning_sparse.strategies import advice as advice_module
 from lightning_sparse.strategies.advice import Advice, _normalising
 from tests.integration.models import messages_of, warnings_of
+from tests.markdown import PROJECT
 
 ELEMENTS, WORKERS = 1000, 2
 TINY, HUGE = 1.23456e-9, 1.23456e15
@@ -218,12 +218,6 @@ def test_each_situation_brings_its_messages_once_per_process(name):
     assert listen(situation) == messages
 
 
-def require_one_line(message: str) -> None:
-    line, link = re.fullmatch(r"(lightning_sparse: .*) (See docs/[a-z-]+\.md\.)", message).groups()
-    assert len(line) <= 120, f"{len(line)} characters: {line}"
-    assert (Path(__file__).parents[2] / link.removeprefix("See ").removesuffix(".")).is_file()
-
-
 LONG_NAME = "base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight"
 
 
@@ -266,7 +260,9 @@ def test_a_message_has_at_most_120_characters_and_a_link():
     for situation in EXTREMES:
         advice_module._reported.clear()
         for message in listen(situation):
-            require_one_line(message)
+            line, link = re.fullmatch(r"(lightning_sparse: .*) See (docs/[a-z-]+\.md)\.", message).groups()
+            assert len(line) <= 120, f"{len(line)} characters: {line}"
+            assert (PROJECT / link).is_file()
         kinds |= advice_module._reported
     assert kinds == set(re.findall(r'self\._(?:report|warn)\(\s*"([a-z ]+)"', inspect.getsource(Advice)))
     assert len(kinds) == 10
