@@ -92,12 +92,8 @@ def test_python_stands_between_fences(page: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_sphinx_role_is_in_a_docstring(path: Path) -> None:
+def test_docstrings_have_no_roles_and_single_backticks_name_public_objects(path: Path) -> None:
     assert not re.findall(r":[a-z:]+:`[^`]*`", path.read_text())
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_single_backticks_in_docstrings_name_public_objects(path: Path) -> None:
     for text, owner in docstrings(ast.parse(path.read_text())):
         for name in re.findall(r"(?<!`)`([^`]+)`(?!`)", text):
             assert is_public(name, owner), f"`{name}` in {owner}"
