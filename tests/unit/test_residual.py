@@ -35,13 +35,13 @@ def run_step(layout, residual, gradient, sparsifier, value_dtype="float32", scal
     indices, sent = keep_rest(compensated, selected, wire_of(value_dtype, compensated.dtype, sparsifier))
     out = torch.zeros_like(expected)
     out[indices] = sent
-    return expected, out, compensated, indices, sent
+    return expected, out, compensated, sent
 
 
 @given(steps(finite=True), SPARSIFIERS, st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_sent_plus_kept_values_equal_the_compensated_gradient(step, sparsifier, value_dtype):
     layout, residual, gradient = step
-    expected, out, kept, _, _ = run_step(layout, residual, gradient, sparsifier, value_dtype)
+    expected, out, kept, _ = run_step(layout, residual, gradient, sparsifier, value_dtype)
     assert torch.equal(expected, residual + gradient)
     if expected.dtype == torch.float32:
         assert torch.equal(out + kept, expected)  # float32 represents the rounding error of half precision exactly
@@ -51,24 +51,19 @@ def test_sent_plus_kept_values_equal_the_compensated_gradient(step, sparsifier, 
 
 @given(steps(finite=False), thresholds)
 def test_a_step_leaves_residuals_below_the_threshold(step, threshold):
-    *_, kept, _, _ = run_step(*step, HardThreshold(threshold=threshold))
+    *_, kept, _ = run_step(*step, HardThreshold(threshold=threshold))
     assert all(abs(value) < threshold or value == 0 for value in kept.tolist())
 
 
 @given(steps(finite=True), st.floats(2.0**-20, 20))
-def test_sent_multiples_leave_little_in_the_residual(step, threshold):
-    sparsifier, most = HardThreshold(threshold=threshold), 229_376
-    size = sparsifier.grid_step(most)
+def test_sent_multiples_leave_at_most_the_threshold(step, threshold):
+    sparsifier = HardThreshold(threshold=threshold)
+    size = sparsifier.grid_step(229_376)
     assert threshold / 16 < size <= threshold / 8
-    expected, out, kept, indices, sent = run_step(*step, sparsifier, "float8")
+    expected, out, kept, sent = run_step(*step, sparsifier, "float8")
     assert all(value / size == round(value / size) for value in sent.tolist())
-    eps = torch.finfo(expected.dtype).eps * expected.double().abs()
     torch.testing.assert_close(out.double() + kept.double(), expected.double(), rtol=2.0**-23, atol=0)
-    magnitude, left = expected.double().abs(), kept.double().abs()
-    beyond = magnitude - most * size
-    # A float8 has four significant bits: half of its last bit is a 16th.
-    assert (left[indices] <= torch.maximum(magnitude / 16, beyond)[indices] + eps[indices]).all()
-    assert (left[magnitude <= 16 * threshold] <= threshold).all()
+    assert (kept.double().abs()[expected.double().abs() <= 16 * threshold] <= threshold).all()
 
 
 @given(steps(finite=True), st.sampled_from([2.0**-10, 0.5, 3.0]), st.sampled_from(["float32", "int8"]))
@@ -77,7 +72,7 @@ def test_rounding_leaves_less_than_a_step_within_the_range(step, size, value_dty
     for sparsifier, share in ((ScaledIntegerRounding(size), 0.5), (StochasticRounding(size), 1.0)):
         grid = sparsifier.grid_step()
         assert size / 2 < grid <= size
-        expected, out, kept, _, sent = run_step(*step, sparsifier, value_dtype)
+        expected, out, kept, sent = run_step(*step, sparsifier, value_dtype)
         assert all(value / grid == round(value / grid) != 0 for value in sent.tolist())
         eps = torch.finfo(expected.dtype).eps * expected.double().abs()
         beyond = expected.double().abs() - most * grid
@@ -87,7 +82,7 @@ def test_rounding_leaves_less_than_a_step_within_the_range(step, size, value_dty
 
 @given(steps(finite=False), SPARSIFIERS, st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_residuals_stay_finite(step, sparsifier, value_dtype):
-    *_, kept, _, _ = run_step(*step, sparsifier, value_dtype)
+    *_, kept, _ = run_step(*step, sparsifier, value_dtype)
     assert bool(kept.isfinite().all())
 
 
@@ -99,18 +94,6 @@ def test_a_loss_scale_changes_only_the_incoming_gradient(step, scale):
     scaled = run_step(layout, residual, gradient * scale, HardThreshold(threshold=0.5), scale=torch.tensor(scale))
     for unscaled, other in zip(plain, scaled, strict=True):
         assert torch.equal(unscaled, other)
-
-
-def test_a_value_beyond_float16_goes_out_in_finite_parts():
-    layout = LayerLayout(("w",), (1,))
-    residual, received = torch.zeros(1), 0.0
-    gradient = torch.tensor([150_000.0])
-    for _ in range(4):
-        _, out, residual, _, _ = run_step(layout, residual, gradient, HardThreshold(threshold=1.0), "float16")
-        received += out.item()
-        gradient = torch.zeros(1)
-    assert received + residual.item() == 150_000.0
-    assert residual.item() < 1.0
 
 
 ONE = LayerLayout(("a", "b", "c"), (2, 3, 1))
