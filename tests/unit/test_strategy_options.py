@@ -18,7 +18,7 @@ THRESHOLD: dict[str, Any] = {
     "granularity": "model",
     "overshoot": 0.0,
 }
-GRADIENTS: dict[str, Any] = {
+EXCHANGE: dict[str, Any] = {
     "value_dtype": "float32",
     "exchange": "auto",
     "link_gbit_s": None,
@@ -31,20 +31,16 @@ DRIFTS: dict[str, Any] = {
     "drift_decay": 1.0,
     "outer_optimizer": None,
     "overlap": False,
-    "value_dtype": "float32",
-    "exchange": "auto",
-    "link_gbit_s": None,
-    "worker_state": "full",
-}
+} | EXCHANGE
 REPLICAS: dict[str, Any] = {"replicas": "auto", "tensor_parallel_size": 1}
 SPARSIFIER: dict[str, Any] = {"sparsifier": inspect.Parameter.empty}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "DDPHardThresholdStrategy": THRESHOLD | OF_DDP | GRADIENTS,
-    "SparseDDPStrategy": SPARSIFIER | OF_DDP | GRADIENTS,
+    "DDPHardThresholdStrategy": THRESHOLD | OF_DDP | EXCHANGE,
+    "SparseDDPStrategy": SPARSIFIER | OF_DDP | EXCHANGE,
     "LocalHardThresholdStrategy": THRESHOLD | DRIFTS,
     "SparseLocalStrategy": SPARSIFIER | DRIFTS,
-    "HSDPHardThresholdStrategy": THRESHOLD | REPLICAS | GRADIENTS,
-    "SparseHSDPStrategy": SPARSIFIER | REPLICAS | GRADIENTS,
+    "HSDPHardThresholdStrategy": THRESHOLD | REPLICAS | EXCHANGE,
+    "SparseHSDPStrategy": SPARSIFIER | REPLICAS | EXCHANGE,
     "LocalHSDPHardThresholdStrategy": THRESHOLD | REPLICAS | DRIFTS,
     "SparseLocalHSDPStrategy": SPARSIFIER | REPLICAS | DRIFTS,
 }
