@@ -43,14 +43,9 @@ def test_calibration_ends_when_the_standard_error_is_a_fifth_of_the_mean(norms, 
         is_known = len(finite) >= 3 and finite.std() / len(finite) ** 0.5 <= 0.2 * finite.mean() and finite.sum() > 0
         assert calibration.is_complete == is_known
         ended = ended or (step if calibration.is_complete else None)
-        calibration = _saved_and_loaded(calibration)
+        saved, calibration = calibration.state_dict(), ThresholdCalibration(density=0.01, steps=1000)
+        calibration.load_state_dict(saved)  # as a resume does
     assert ended == needed
-
-
-def _saved_and_loaded(calibration):
-    double = ThresholdCalibration(calibration.density, calibration.steps)
-    double.load_state_dict(calibration.state_dict())
-    return double
 
 
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
