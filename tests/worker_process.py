@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import socket
 import sys
@@ -20,10 +19,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_only
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 LONGEST_WAIT = 5.0
@@ -56,16 +55,16 @@ def serve(pipe: connection.Connection) -> None:
     """Answers calls and acknowledges each, until the pipe ends or a call has changed global state."""
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed has a function of that name
     rendezvous._create_c10d_store = _without_a_pause(rendezvous._create_c10d_store)
-    environment, random_states, traces = dict(os.environ), _random_states(), _Traces()
+    environment, traces = dict(os.environ), _Traces()
     while True:
         try:
             call: Call = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        _set_random_states(*random_states)
         # A strategy of several workers sets the rank; a strategy of a single worker uses the present rank.
         rank_zero_only.rank = utilities_rank_zero_only.rank = 0
-        _answer(call)
+        with isolate_rng(include_cuda=False):
+            _answer(call)
         os.environ.clear()
         os.environ.update(environment)
         gc.collect()
@@ -104,16 +103,6 @@ def _answer(call: Call) -> None:
     except BaseException:
         Path(f"{call.folder}/{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)
-
-
-def _random_states() -> tuple[Any, ...]:
-    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-
-
-def _set_random_states(python_state: Any, numpy_state: Any, torch_state: torch.Tensor) -> None:
-    random.setstate(python_state)
-    numpy.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
 
 
 class _Traces:
