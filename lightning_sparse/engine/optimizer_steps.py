@@ -141,6 +141,13 @@ class UnexchangedParameters:
         self._exchanged = {id(parameter): parameter for parameter in exchanged}
         self._of_other_modules = WeakTensorKeyDictionary()
 
+    def first_with_gradient(self) -> str | None:
+        """Return the first name of an unexchanged parameter with a gradient, or None."""
+        for name, parameter in self._named():
+            if id(parameter) not in self._exchanged and parameter.grad is not None:
+                return name
+        return None
+
     def first_of(self, optimizer: Optimizer) -> str | None:
         """Return an optimizer's first unexchanged parameter with a gradient, or None."""
         for group in optimizer.param_groups:
@@ -148,12 +155,15 @@ class UnexchangedParameters:
                 is_known = id(parameter) in self._exchanged or parameter in self._of_other_modules
                 if is_known or parameter.grad is None:
                     continue
-                module = self._module()
-                for name, candidate in () if module is None else module.named_parameters():
+                for name, candidate in self._named():
                     if candidate is parameter:
                         return name
                 self._of_other_modules[parameter] = True
         return None
+
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        module = self._module()
+        return () if module is None else module.named_parameters()
 
 
 def changes_weights(optimizer: Optimizer) -> bool:

@@ -29,9 +29,15 @@ class StepsOnAverages:
         self._observer.close()
 
     def require_new(self, parameters: Iterable[Tensor]) -> None:
-        """Warn if there are no gradients, or all were averaged since the last backward."""
+        """Warn if there are no gradients, or all were averaged since the last backward.
+
+        Raises:
+            RuntimeError: only parameters that are not exchanged have gradients.
+        """
         marks = _marks_of(parameters)
         self._empty_calls = 0 if marks else self._empty_calls + 1
+        if not marks:
+            self._require_exchanged(self._unexchanged.first_with_gradient())
         if self._empty_calls == MOST_EMPTY_CALLS:
             self._warn(
                 f"average_gradients() found no gradients in {MOST_EMPTY_CALLS} calls. Call it after backward() and "
@@ -48,7 +54,10 @@ class StepsOnAverages:
         self._averaged |= _marks_of(parameters)
 
     def _before(self, optimizer: Optimizer, _: Arguments) -> None:
-        if (name := self._unexchanged.first_of(optimizer)) is not None:
+        self._require_exchanged(self._unexchanged.first_of(optimizer))
+
+    def _require_exchanged(self, name: str | None) -> None:
+        if name is not None:
             raise RuntimeError(
                 f"{name!r} has a gradient that is not exchanged: the model's parameters have changed since the call of "
                 "shard_exchange. Call fully_shard first, and shard_exchange after it."

@@ -203,9 +203,8 @@ def test_shard_exchange_raises_on_misuse():
     exchange = shard_exchange(model, alone["replicate"], sparsifier)
     sharded(model, alone["shard"])
     model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
-    exchange.average_gradients()
     with pytest.raises(RuntimeError, match="Call fully_shard first"):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        exchange.average_gradients()
     exchange.close()
     with pytest.raises(RuntimeError, match="The exchange was closed"):
         exchange.average_gradients()
