@@ -7,12 +7,9 @@ arguments. test_examples.py runs included files.
 """
 
 import ast
-import contextlib
 import inspect
-import os
 import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -109,22 +106,11 @@ def run_page(path: str) -> None:
             elif before and before[0].startswith("<!-- not run: "):
                 check_names(code)
             else:
-                with temporary_folder():
+                with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patches:
+                    patches.chdir(folder)
                     run(code, given)
         except (Exception, SystemExit) as error:
             raise AssertionError(f"{path}, line {block.line}: {error!r}\n{block.code}") from error
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[None]:
-    """Changes to a temporary folder."""
-    before = os.getcwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            yield
-        finally:
-            os.chdir(before)
 
 
 def provided() -> dict[str, Any]:
