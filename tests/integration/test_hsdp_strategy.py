@@ -119,8 +119,7 @@ def test_a_threshold_on_gradients_equals_plain_workers(num_ranks: int, tensor_pa
 class WithOutputs(WithAdam):
     """Records an output in each validation, which uses the mean weights of all replicas."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def on_fit_start(self) -> None:
         self.outputs: list[Tensor] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -129,10 +128,7 @@ class WithOutputs(WithAdam):
 
 
 class ByHand(Manual, WithOutputs):
-    def __init__(self) -> None:
-        WithOutputs.__init__(self)
-        self.automatic_optimization = False
-        self.uses_raw, self.uses_closure = True, False
+    pass
 
 
 SPARSE_LOCO = {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2, "outer_optimizer": NESTEROV}
@@ -141,7 +137,7 @@ TRAININGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "every third step": (WithOutputs, {"every_n_steps": 3}),
     "applied late": (WithOutputs, {"overlap": True, "every_n_steps": 2}),
     "SparseLoCo with an outer optimizer": (WithOutputs, SPARSE_LOCO),
-    "by hand": (ByHand, {"every_n_steps": 2}),
+    "by hand": (partial(ByHand, uses_raw=True), {"every_n_steps": 2}),
     "tensor parallelism": (TensorsWithAdam, {"every_n_steps": 2, "tensor_parallel_size": 2}),
 }
 
