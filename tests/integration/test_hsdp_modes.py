@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,9 @@ def test_a_second_training_needs_no_more_groups_or_threads() -> None:
 class Forgotten(Sharded):
     """Shards only its first layer, nothing, or all layers over several replicas."""
 
-    shards = "first"
+    def __init__(self, shards: str) -> None:
+        super().__init__()
+        self.shards = shards
 
     def configure_model(self) -> None:
         if self.network is None:
@@ -192,20 +195,12 @@ class Forgotten(Sharded):
                 fully_shard(self.network)
 
 
-class Whole(Forgotten):
-    shards = "nothing"
-
-
-class Everywhere(Forgotten):
-    shards = "everywhere"
-
-
 @pytest.mark.parametrize(
     ("make", "strategy_options", "options", "message"),
     [
-        (Forgotten, {}, {}, "network.2.weight is not sharded"),
-        (Whole, {}, {}, "network.0.weight is not sharded"),
-        (Everywhere, {}, {}, "over ranks of several replicas"),
+        (partial(Forgotten, "first"), {}, {}, "network.2.weight is not sharded"),
+        (partial(Forgotten, "nothing"), {}, {}, "network.0.weight is not sharded"),
+        (partial(Forgotten, "everywhere"), {}, {}, "over ranks of several replicas"),
         (Sharded, {"replicas": 3}, {}, "4 ranks, which cannot form 3 replicas"),
         (Sharded, {"tensor_parallel_size": 4}, {}, "4 ranks, which cannot form 2 replicas of equal size with"),
         (Sharded, {}, {"precision": "16-mixed"}, "Choose a different precision"),
@@ -305,13 +300,10 @@ class Wrapped(Sharded):
 class WrappedAndUnknown(Manual, Wrapped):
     """Steps with a wrapper of an optimizer, unknown to the Trainer."""
 
-    def __init__(self) -> None:
-        super().__init__(uses_raw=True)
-
 
 @on_ranks(4)
 def test_a_wrapped_optimizer_exchanges_once_per_step() -> None:
-    for make in (Wrapped, WrappedAndUnknown):
+    for make in (Wrapped, partial(WrappedAndUnknown, uses_raw=True)):
         numbers = Numbers()
         fit(GRADIENTS(threshold=THRESHOLD, replicas=2), make(), **ONE_EPOCH, callbacks=[numbers])
         assert len(numbers.steps) == 4
