@@ -39,6 +39,7 @@ from tests.integration.models import (
     nesterov,
     quiet_trainer,
 )
+from tests.integration.test_checkpoint import ResumableData
 from tests.workers import on_workers, run_workers
 
 
@@ -111,26 +112,15 @@ class Shards(IterableDataset):
             yield [torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator)]
 
 
-class Bookmarked:
-    """A loader for one worker that saves and restores its position."""
+class Bookmarked(ResumableData):
+    """A resumable loader for one worker."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.read = rank, 0
+        super().__init__(30)
+        self.batches = list(Shards(rank))
 
-    def __len__(self) -> int:
-        return 30
-
-    def __iter__(self) -> Any:
-        batches = list(Shards(self.rank))
-        while self.read < 30:
-            self.read += 1
-            yield batches[self.read * self.read % len(batches)]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.read = state["read"]
+    def batch(self, number: int) -> list[Tensor]:
+        return self.batches[number * number % len(self.batches)]
 
 
 class OwnData(Classifier):
