@@ -46,6 +46,7 @@ def arguments_of_comparison(output):
     return [*arguments, "--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]
 
 
+# Each run is a `python -m recipes fit` of its own, which starts two workers.
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.timeout(300)

@@ -1,10 +1,7 @@
 """The ResNet recipe: its networks, its images, its demo."""
 
 import hashlib
-import os
 import pickle
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,26 +21,8 @@ from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, cr
 from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, pad_to_multiple, read_digits, slice_by_label
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
 from tests.integration.models import quiet_trainer
-from tests.integration.recipe_runs import CONFIGS, DATA, RECIPES, RESNET, SMALL, fit_recipe, needs_data
+from tests.integration.recipe_runs import CONFIGS, DATA, RESNET, SMALL, fit_recipe, needs_data
 from tests.workers import of_all_workers, on_workers, run_workers
-
-HARD_THRESHOLD = CONFIGS[f"{RESNET}/hard_threshold"]
-
-
-@pytest.mark.full
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["sparse", "dense"])
-def test_the_command_line_trains_a_recipe(strategy):
-    overrides = [] if strategy == "sparse" else ["--trainer.strategy=ddp"]
-    command = [sys.executable, "-m", "recipes", "fit", "--config", str(HARD_THRESHOLD), *SMALL[RESNET], *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = {"cwd": RECIPES.parent, "env": environment, "capture_output": True, "text": True, "timeout": 120}
-    finished = subprocess.run(command, check=False, **options)
-    output = finished.stdout + finished.stderr
-    assert finished.returncode == 0, output
-    assert "Starting with 2 processes" in output
-    assert ("times fewer" in finished.stdout) == (strategy == "sparse")
-    assert ("DensityMonitor is idle: DDPStrategy exchanges whole gradients" in output) == (strategy == "dense")
 
 
 @pytest.mark.full
