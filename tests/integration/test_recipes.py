@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.datasets import CIFAR10, CIFAR100
+from torchvision.models.feature_extraction import create_feature_extractor
 
 from recipes import MissingDataError, demo
 from recipes.learning_rate import steps_per_epoch
@@ -51,13 +52,10 @@ class TestNetworks:
     )
     def test_keeps_the_resolution_in_the_stem(self, architecture, width, stages):
         network = build_network(architecture, num_classes=7, width=width).eval()
-        found = {}
-        for name in stages:
-            network.get_submodule(name).register_forward_hook(
-                lambda module, inputs, output, name=name: found.__setitem__(name, tuple(output.shape))
-            )
-        assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-        assert found == {name: (2, channels, size, size) for name, (channels, size) in stages.items()}
+        found = create_feature_extractor(network, [*stages, "fc"])(torch.zeros(2, 3, 32, 32))
+        assert {name: tuple(output.shape) for name, output in found.items()} == {
+            name: (2, channels, size, size) for name, (channels, size) in stages.items()
+        } | {"fc": (2, 7)}
 
 
 @on_workers(2, process_group=False)
