@@ -23,7 +23,7 @@ from recipes.ncf_movielens.metrics import NDCG, HitRate, pessimistic_ranks
 from recipes.ncf_movielens.model import NCFRecommender, NeuMF
 from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, unrated_items
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, derive_seed, make_shard, ranking_batches
-from tests.integration.models import quiet_trainer
+from tests.integration.models import assert_equal, quiet_trainer
 from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
 from tests.workers import of_all_workers, on_workers, run_workers
 
@@ -416,20 +416,14 @@ class TestFile:
             [line for row in columns for line in (f"{row[3]},x,{row[1]},{row[0]},{row[2]}\r", "")],
             header="timestamp,comment,movieId,userId,rating\r",
         )
-        again = parse_ratings(other)
-        assert torch.equal(usual.users, again.users)
-        assert torch.equal(usual.items, again.items)
-        assert torch.equal(usual.candidates, again.candidates)
+        assert_equal(vars(parse_ratings(other)), vars(usual))
 
     def test_is_read_once(self, tmp_path, monkeypatch):
         path = write_ratings(tmp_path / "ratings.csv", some_rows())
         first = load_ratings(path)
         assert {file.name for file in tmp_path.iterdir()} == {"ratings.csv", "ratings.csv.cache.pt"}
         monkeypatch.setattr("recipes.ncf_movielens.ratings.parse_ratings", None)
-        again = load_ratings(path)
-        for name in ("users", "items", "candidates"):
-            assert torch.equal(getattr(first, name), getattr(again, name))
-        assert (first.num_users, first.num_items) == (again.num_users, again.num_items)
+        assert_equal(vars(load_ratings(path)), vars(first))
 
     def test_is_read_again_when_its_size_or_its_time_has_changed(self, tmp_path):
         path = write_ratings(tmp_path / "ratings.csv", rows := some_rows())
