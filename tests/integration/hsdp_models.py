@@ -197,7 +197,5 @@ def fit(strategy: Any, model: LightningModule, **options: Any) -> Any:
 on_ranks = partial(on_workers, process_group=False, new=True)
 """Turns a function that every rank runs into a test, in new processes."""
 
-
-def run_ranks(function: Any, num_ranks: int, *args: Any) -> list[Any]:
-    """Runs a function on all ranks, in new processes."""
-    return run_workers(function, num_ranks, *args, process_group=False, new=True)
+run_ranks = partial(run_workers, process_group=False, new=True)
+"""Runs a function on all ranks, in new processes."""
