@@ -23,13 +23,21 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy
 from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
-from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, Recorder, assert_equal, clones, quiet_trainer
+from tests.integration.models import (
+    SMALL_BUCKETS_MB,
+    WEIGHTS_ONLY,
+    Classifier,
+    Recorder,
+    assert_equal,
+    clones,
+    nesterov,
+    quiet_trainer,
+)
 from tests.integration.test_checkpoint import ResumableData
 from tests.integration.unwatched_workers import HANG, is_running, scripts, workers
 from tests.workers import run_workers
@@ -38,8 +46,8 @@ PROJECT = Path(__file__).parents[2]
 GROUP_TIMEOUT = 15.0
 """Default timeout of the process group in seconds."""
 ENDLESS = 1_000_000
-THRESHOLD = 0.5
-"""Sends about a tenth of the coordinates of a Regression per step."""
+THRESHOLD = 0.1
+"""Sends about a tenth of the coordinates per step."""
 KEY = "lightning_sparse"
 
 # The training and its failure.
@@ -97,59 +105,32 @@ class DyingSparsifier(Sparsifier):
         return Selection(indices, compensated[indices])
 
 
-class Regression(LightningModule):
-    """Least squares with two parallel layers in two buckets."""
+class Dying(Classifier):
+    """May fail before its forward, and in its backward while the later layers are being exchanged."""
 
-    def __init__(self, failure: Failure | None = None) -> None:
-        super().__init__()
-        self.failure = failure or Failure()
-        self.of_inputs = nn.Linear(INPUTS, OUTPUTS)
-        self.of_squares = nn.Linear(INPUTS, OUTPUTS, bias=False)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.zero_()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        of_squares = self.of_squares(inputs.square() - 1)
-        of_squares.register_hook(lambda _: self.failure.fail_if_due("backward"))
-        return self.of_inputs(inputs) + of_squares
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(nesterov)
+        self.failure = failure
+        self.first.weight.register_hook(lambda _: self.failure.fail_if_due("backward"))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.failure.begin(self.global_step)
         self.failure.fail_if_due("forward")
-        return F.mse_loss(self(batch[0]), batch[1], reduction="sum") / (2 * len(batch[0]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+        return super().training_step(batch, batch_idx)
 
 
-INPUTS, OUTPUTS = 16, 80
+class Batches(ResumableData):
+    """A loader that can resume, or a data set for a loader. May fail."""
 
-
-class Batches(Dataset):
-    """An endless data set of batches that differ between workers."""
-
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, batches_per_epoch: int, failure: Failure) -> None:
+        super().__init__(batches_per_epoch)
         self.failure = failure
 
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __getitem__(self, index: int) -> list[Tensor]:
-        self.failure.fail_if_due("loader" if get_worker_info() is None else "loader process", index)
-        generator = torch.Generator().manual_seed(10 * index + int(os.environ["RANK"]) + 1)
-        return [torch.randn(8, INPUTS, generator=generator), torch.randn(8, OUTPUTS, generator=generator)]
-
-
-class ResumableBatches(ResumableData):
-    """The first batches in every epoch; resumes from its position."""
-
-    def __init__(self, batches: Batches, batches_per_epoch: int) -> None:
-        super().__init__(batches_per_epoch)
-        self.batches = batches
-
     def batch(self, number: int) -> list[Tensor]:
-        return self.batches[number]
+        self.failure.fail_if_due("loader" if get_worker_info() is None else "loader process", number)
+        return super().batch(number)
+
+    __getitem__ = batch
 
 
 def train(
@@ -178,14 +159,12 @@ def train(
         callbacks=[recorder, start, *callbacks],
         use_distributed_sampler=False,
     )
-    batches = Batches(failure)
-    loader: Any = ResumableBatches(batches, batches_per_epoch=5)
+    loader: Any = Batches(5 if loader_processes is None else ENDLESS, failure)
     if loader_processes is not None:
         # The default of Linux; processes of a fork server would default to another fork server.
         context = "fork" if loader_processes else None
-        loader = DataLoader(batches, batch_size=None, num_workers=loader_processes, multiprocessing_context=context)
-    model = Regression(failure)
-    trainer.fit(model, loader, ckpt_path=resume, **WEIGHTS_ONLY)
+        loader = DataLoader(loader, batch_size=None, num_workers=loader_processes, multiprocessing_context=context)
+    trainer.fit(Dying(failure), loader, ckpt_path=resume, **WEIGHTS_ONLY)
     return {
         "start": start.step,
         "start_residuals": start.residuals,
