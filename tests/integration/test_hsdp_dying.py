@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,86 +17,64 @@ from lightning_sparse.checkpointing import saving
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from tests.integration.hsdp_models import DRIFTS, GRADIENTS, STEPS, Sharded, data, run_ranks, whole_weights
 from tests.integration.models import assert_equal, quiet_trainer
-from tests.integration.test_dying_workers import GROUP_TIMEOUT
+from tests.integration.test_dying_workers import GROUP_TIMEOUT, Failure
 from tests.integration.unwatched_workers import workers
 
 DIES_AT = 5
 in_both = pytest.mark.parametrize("kind", [GRADIENTS, DRIFTS])
 
 
-def rank_here() -> int:
-    return int(os.environ["RANK"])
-
-
 class Mortal(Sharded):
-    """Kills one rank in a forward, in a backward or during an exchange."""
+    """May fail in a forward, in a backward or during an exchange."""
 
-    def __init__(self, place: str = "nowhere", rank: int = 0) -> None:
+    def __init__(self, failure: Failure) -> None:
         super().__init__()
-        self.place, self.rank = place, rank
+        self.failure = failure
 
-    def die_if_due(self, place: str) -> None:
-        if (place, rank_here()) == (self.place, self.rank) and self.trainer.global_step == DIES_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def fail_if_due(self, place: str) -> None:
+        self.failure.fail_if_due(place, self.trainer.global_step)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        self.die_if_due("forward")
+        self.fail_if_due("forward")
         loss = super().loss(batch)
-        loss.register_hook(lambda _: self.die_if_due("backward"))
+        loss.register_hook(lambda _: self.fail_if_due("backward"))
         return loss
 
 
 class InExchange(Callback):
-    """Kills a rank after it has sent its first bucket."""
+    """Lets a rank fail after it has sent its first bucket."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         engine = trainer.strategy.state._engine
         finish = engine.finish
 
-        def die_or_finish() -> Any:
-            pl_module.die_if_due("exchange")
+        def fail_or_finish() -> Any:
+            pl_module.fail_if_due("exchange")
             return finish()
 
-        engine.finish = die_or_finish
-
-
-class Raising(Callback):
-    """Raises on the given ranks."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = ranks
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == DIES_AT and rank_here() in self.ranks:
-            raise RuntimeError("my own error")
+        engine.finish = fail_or_finish
 
 
 def train(
     folder: str,
     kind: Any,
-    place: str = "nowhere",
-    rank: int = 0,
+    failure: Failure | None = None,
     resume: str | None = None,
     *,
-    raising: Sequence[int] = (),
     keeps_last: bool = False,
     **options: Any,
 ) -> Any:
     """Trains and saves every two steps, as ``last.ckpt`` or in separate files, and on an exception if any is raised."""
+    failure = failure or Failure()
     strategy = kind(
         threshold=0.03, replicas=2, timeout=timedelta(seconds=GROUP_TIMEOUT), process_group_backend="gloo", **options
     )
     names = {"save_top_k": 0, "save_last": True} if keeps_last else {"save_top_k": -1}
-    if raising:
+    if failure.way == "raise":
         names["save_on_exception"] = True
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, **names)
-    trainer = quiet_trainer(
-        strategy,
-        max_steps=STEPS,
-        limit_train_batches=2,
-        callbacks=[InExchange(), Raising(raising), saves],
-    )
-    model = Mortal(place, rank)
+    trainer = quiet_trainer(strategy, max_steps=STEPS, limit_train_batches=2, callbacks=[InExchange(), saves])
+    model = Mortal(failure)
     trainer.fit(model, data(), ckpt_path=resume)
     return whole_weights(model)
 
@@ -115,7 +92,8 @@ def assert_resumes(folder: Path, kind: Any, checkpoint: Path) -> None:
     [(GRADIENTS, "forward"), (GRADIENTS, "backward"), (GRADIENTS, "exchange"), (DRIFTS, "exchange")],
 )
 def test_a_death_ends_all_others(tmp_path: Path, kind: Any, place: str, rank: int) -> None:
-    with workers(4, tmp_path, train, str(tmp_path / "saved"), kind, place, rank) as started:
+    failure = Failure(place, rank=rank, step=DIES_AT)
+    with workers(4, tmp_path, train, str(tmp_path / "saved"), kind, failure) as started:
         seconds = started.wait(range(4))
         codes = [process.exitcode for process in started.processes]
     assert codes[rank] == -signal.SIGKILL
@@ -174,20 +152,21 @@ def test_a_complete_folder_replaces_the_previous_checkpoint(tmp_path: Path, befo
         assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def _train_and_raise(folder: str, kind: Any, is_folder: bool, ranks: list[int]) -> None:
+def _train_and_raise(folder: str, kind: Any, is_folder: bool, is_alone: bool) -> None:
     saving.PATIENCE_IN_TROUBLE = 2.0
-    train(folder, kind, raising=ranks, keeps_last=True, save_distributed_checkpoint=is_folder)
+    failure = Failure("forward", "raise", 1 if is_alone else int(os.environ["RANK"]), DIES_AT)
+    train(folder, kind, failure, keeps_last=True, save_distributed_checkpoint=is_folder)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 @in_both
 def test_an_exception_on_a_single_rank_is_shown_and_saves_nothing(tmp_path: Path, kind: Any, is_folder: bool) -> None:
-    with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), kind, is_folder, [1]) as started:
+    with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), kind, is_folder, True) as started:
         started.wait(range(4))
         assert started.processes[1].exitcode == 1  # not by a signal, which mismatched collectives would cause
     printed = (tmp_path / "output of 1").read_text()
-    assert "my own error" in printed
+    assert "this worker's own error" in printed
     assert "No checkpoint was written: rank 0 did not reach the save" in printed
     [last] = (tmp_path / "saved").iterdir()
     saved = torch.load(last / "meta.pt" if is_folder else last, weights_only=False)
@@ -196,7 +175,7 @@ def test_an_exception_on_a_single_rank_is_shown_and_saves_nothing(tmp_path: Path
 
 @pytest.mark.full
 def test_an_exception_on_all_ranks_saves_a_checkpoint(tmp_path: Path) -> None:
-    with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), DRIFTS, True, [0, 1, 2, 3]) as started:
+    with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), DRIFTS, True, False) as started:
         started.wait(range(4))
         assert {process.exitcode for process in started.processes} == {1}
     saved = {path.name: torch.load(path / "meta.pt", weights_only=False) for path in (tmp_path / "saved").iterdir()}
