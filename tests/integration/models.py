@@ -109,6 +109,17 @@ class Normalized(Classifier):
         return super().forward(self.norm(inputs))
 
 
+class WithEmbedding(Classifier):
+    """Begins with an embedding of its inputs, which it takes for words."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 8, sparse=sparse)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.words((10 * inputs).long().remainder(40)).mean(1))
+
+
 class ManualClassifier(Classifier):
     is_manual = True
 

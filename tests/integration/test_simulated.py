@@ -32,6 +32,7 @@ from lightning_sparse.engine.snapshot import copied
 from tests.integration.models import (
     Classifier,
     ManualClassifier,
+    WithEmbedding,
     adam,
     assert_equal,
     clones,
@@ -594,12 +595,6 @@ class Unfrozen(Classifier):
         self.first.requires_grad_(batch_idx == 2)
 
 
-class Embedded(Classifier):
-    def __init__(self, make_optimizer: Any = None) -> None:
-        super().__init__(make_optimizer)
-        self.words = nn.Embedding(4, 8, sparse=True)
-
-
 class Sized(Classifier):
     batch_size = 4
 
@@ -639,7 +634,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("training_step returned None. Must return a loss on every worker", SilentModel, data, {}),
     ("'first.weight' has strides", Reformatted, data, {}),
     ("'first.bias' has a gradient, but was frozen or absent", Unfrozen, data, {}),
-    (r"'words' is Embedding\(sparse=True\)", Embedded, data, {}),
+    (r"'words' is Embedding\(sparse=True\)", partial(WithEmbedding, sparse=True), data, {}),
     (r"The search for a batch size .* only one worker", Sized, lambda: None, {"callbacks": [BatchSizeFinder()]}),
     (r"train_dataloader returned list\. Simulated workers read one", Classifier, lambda: [data(), data()], {}),
     (r"same Exhausted and would take .* Make a new one in train_dataloader", Classifier, Exhausted, {}),

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning_utilities.core.imports import RequirementCache
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sparse import HardThreshold
-from tests.integration.models import Classifier, data, search_restriction
+from tests.integration.models import WithEmbedding, data, search_restriction
 from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
@@ -132,7 +131,7 @@ def with_finder() -> dict[str, Any]:
     return {"callbacks": [finder, Beginning()], "default_root_dir": tempfile.mkdtemp()}
 
 
-BATCHES_AFTER_SEARCH = (2 if RequirementCache("lightning>=2.5.3") else 1) * BATCHES
+BATCHES_AFTER_SEARCH = (1 if search_restriction() else 2) * BATCHES
 """Before pull request 21056, the epoch in which a search stopped counted as an epoch of training."""
 
 
@@ -151,15 +150,6 @@ def calibrated_again(runs: list[Run]) -> None:
         # Calibration sends everything.
         assert run.densities[:4] == [1.0] * 4
         assert max(run.densities[4:]) < 0.9
-
-
-class WithSparseEmbedding(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(40, 8, sparse=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(self.words((10 * inputs).long().remainder(40)).mean(1))
 
 
 def refused_with_advice(runs: list[Run]) -> None:
@@ -201,6 +191,6 @@ ROWS = {
         missing=search_restriction,
     ),
     "embedding with sparse gradients under a Trainer": Row(
-        trains(WithSparseEmbedding, drive=fail_to_fit), refused_with_advice, None, is_refused=True
+        trains(partial(WithEmbedding, sparse=True), drive=fail_to_fit), refused_with_advice, None, is_refused=True
     ),
 }

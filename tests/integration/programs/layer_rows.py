@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.integration.models import Classifier, sgd
+from tests.integration.models import Classifier, WithEmbedding, sgd
 from tests.integration.programs.loops import BATCHES, every_batch, loops, two_backwards, usual
 from tests.integration.programs.world import Row, Run, World
 
@@ -144,16 +144,6 @@ def private_and_trained(runs: list[Run]) -> None:
     assert not any(name.startswith("private") for run in runs for name in run.residuals)
 
 
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(40, 6)
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.words((10 * inputs).long().remainder(40)).mean(1))
-
-
 @cache
 def complex_is_missing() -> str | None:
     """Returns why complex numbers are missing: Gloo sends them since torch's pull request 156633 (September 2025)."""
@@ -179,5 +169,5 @@ ROWS = {
     "reentrant checkpointing": Row(loops(checkpointing, partial(Checkpointed, True)), computed_twice),
     "checkpointing": Row(loops(checkpointing, partial(Checkpointed, False)), computed_twice),
     "private layer": Row(loops(usual, WithPrivateLayer), private_and_trained),
-    "embedding": Row(own(Embedded), every_batch, 0.02),
+    "embedding": Row(own(WithEmbedding), every_batch, 0.02),
 }
