@@ -263,6 +263,16 @@ def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: i
     return Trainer(strategy=strategy, accelerator="cpu", devices=num_workers, max_steps=max_steps, **options)
 
 
+def compiled(module: nn.Module, graphs: list[int], backend: str = "eager") -> Any:
+    """Returns the module, compiled; each graph appends its number of inputs to a list."""
+
+    def note(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    return torch.compile(module, backend=note)
+
+
 def memory(name: str) -> int:
     """Returns an entry of this process's /proc/self/status, in bytes."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]

@@ -27,6 +27,7 @@ from tests.integration.models import (
     adam,
     assert_equal,
     clones,
+    compiled,
     data,
     gradients,
     messages_of,
@@ -71,22 +72,16 @@ FROZEN: dict[str, dict[str, Any]] = {
 }
 
 
-def _compile(graphs: list[bool], backend: str, graph: Any, inputs: Any) -> Any:
-    graphs.append(True)
-    return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-
 @pytest.mark.parametrize("name", FROZEN)
 @on_workers(2, process_group=False)
 def test_residuals_equal_the_sum_of_each_workers_gradients(name: str) -> None:
     case = FROZEN[name]
     make, options = partial(Classifier, case.get("optimizer")), case.get("trainer", {})
     model, strategy = make(), {"threshold": NOTHING_IS_SENT} | case.get("strategy", {})
-    graphs: list[bool] = []
+    graphs: list[int] = []
     if "backend" in case:
-        compiled = torch.compile(model, backend=partial(_compile, graphs, case["backend"]))
         # With tiny buckets torch's own DDP optimizer refuses to compile; Dynamo splits at the buckets of usual size.
-        run = train(compiled, strategy | {"bucket_cap_mb": 25}, max_steps=4)
+        run = train(compiled(model, graphs, case["backend"]), strategy | {"bucket_cap_mb": 25}, max_steps=4)
         assert graphs
     else:
         run = train(model, strategy, max_steps=4, **options)

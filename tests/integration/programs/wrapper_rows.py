@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Sparsifier
 from lightning_sparse.sparsifiers import LayerLayout, Selection
-from tests.integration.models import Classifier, nesterov, sgd
+from tests.integration.models import Classifier, compiled, nesterov, sgd
 from tests.integration.programs.loops import BATCHES, batches, every_batch, loops, loss_of, usual
 from tests.integration.programs.world import Row, Run, World
 
@@ -23,14 +23,6 @@ class PartlyCompiled(Classifier):
         super().__init__()
         self.graphs: list[int] = []
         self.middle = compiled(self.middle, self.graphs)
-
-
-def compiled(module: nn.Module, graphs: list[int]) -> Any:
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(len(inputs))
-        return graph
-
-    return torch.compile(module, backend=backend)
 
 
 def compiled_part(world: World) -> None:
