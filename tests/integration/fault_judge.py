@@ -23,6 +23,7 @@ from tests.integration.fault_workers import (
     save_all,
     train,
 )
+from tests.integration.models import mean_of
 
 
 @dataclass
@@ -164,7 +165,7 @@ class Judge:
             problems.append(f"{name} has no residuals and states no reason")
             return "nothing"
         if self.case.worker_state == "small":
-            pairs = [(residual, mean(self.states[step].residuals)) for residual in residuals]
+            pairs = [(residual, mean_of(self.states[step].residuals)) for residual in residuals]
         else:
             if residuals and len(residuals) != self.case.num_workers:
                 problems.append(f"{name}: residuals of {len(residuals)} workers")
@@ -266,10 +267,6 @@ class Judge:
                 if had_steps and not is_warned:
                     problems.append(f"resumed from {path.name}: no warning of missing {self.lacking}")
         return problems
-
-
-def mean(residuals: list[Layers]) -> Layers:
-    return {name: (sum(residual[name].double() for residual in residuals) / len(residuals)).float() for name in SIZES}
 
 
 def own_of(content: dict[str, Any]) -> list[tuple[dict[str, Any], Layers]]:

@@ -4,7 +4,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -281,6 +281,14 @@ def memory(name: str) -> int:
 
 def clones(named_tensors: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named_tensors}
+
+
+def mean_of(workers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the mean of all workers by name, summed in float64."""
+    return {
+        name: (sum(worker[name].double() for worker in workers) / len(workers)).to(tensor.dtype)
+        for name, tensor in workers[0].items()
+    }
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from tests.integration.models import (
     assert_equal,
     clones,
     data,
+    mean_of,
     nesterov,
     quiet_trainer,
     sgd,
@@ -247,11 +248,6 @@ def residuals_in(path: Path) -> Any:
     return [worker["residual"] for worker in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
 
 
-def pending(residuals: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the pending update (1/n) Σ e_i."""
-    return {name: sum(residual[name].double() for residual in residuals) / len(residuals) for name in residuals[0]}
-
-
 class Start(Callback):
     """Records the weights and tensors at the start of a worker."""
 
@@ -281,9 +277,9 @@ def test_another_number_of_workers_keeps_the_pending_update(
 ) -> None:
     path = tmp_path / "stop.ckpt"
     old = run(before, CASES["plain"], STOP, save=(STOP, str(path)), worker_state=worker_state)
-    expected = pending([worker["tensors"]["residual"] for worker in old])
+    expected = mean_of([worker["tensors"]["residual"] for worker in old])  # the pending update (1/n) Σ e_i
     assert any(residual.any() for residual in expected.values())
-    new = pending([worker["residual"] for worker in start_from(after, CASES["plain"], path)])
+    new = mean_of([worker["residual"] for worker in start_from(after, CASES["plain"], path)])
     torch.testing.assert_close(new, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -302,9 +298,8 @@ def test_another_number_of_workers_starts_from_the_mean_of_drifting_weights(num_
                     saved["state_dict"],
                 )
             else:
-                mean = pending([worker["unsent"] for worker in saved["lightning_sparse"]["workers"]])
-                assert any(unsent.any() for unsent in mean.values())
-                expected = {name: unsent.float() for name, unsent in mean.items()}
+                expected = mean_of([worker["unsent"] for worker in saved["lightning_sparse"]["workers"]])
+                assert any(unsent.any() for unsent in expected.values())
                 torch.testing.assert_close(start["unsent"], expected, rtol=1e-6, atol=0)
 
 
@@ -319,8 +314,7 @@ def test_a_small_checkpoint_of_drifts_has_mean_weights_and_one_optimizer(keep_dr
     assert content["extras"] == [[{}, {}]]
     assert [list(worker) for worker in content["workers"]] == ([] if keep_drift else [["unsent"]])
     if not keep_drift:
-        mean = pending([worker["unsent"] for worker in whole["lightning_sparse"]["workers"]])
-        expected = {name: unsent.float() for name, unsent in mean.items()}
+        expected = mean_of([worker["unsent"] for worker in whole["lightning_sparse"]["workers"]])
         torch.testing.assert_close(content["workers"][0]["unsent"], expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(small["optimizer_states"], whole["optimizer_states"], rtol=0, atol=0)
     for worker in run(2, case, END, resume=path, **options):

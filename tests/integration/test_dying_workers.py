@@ -35,6 +35,7 @@ from tests.integration.models import (
     Recorder,
     assert_equal,
     clones,
+    mean_of,
     nesterov,
     quiet_trainer,
 )
@@ -361,10 +362,7 @@ def test_fewer_workers_resume_with_the_mean_of_the_residuals(tmp_path: Path) -> 
         exit_code, output = end_of(process, tmp_path)
     assert exit_code == 0, output
     assert "the number of workers is 2 instead of 3: each starts from the mean of the old residuals" in output
-    expected = {
-        name: torch.stack([worker["residual"][name].double() for worker in saved[KEY]["workers"]]).mean(0).float()
-        for name in saved[KEY]["workers"][0]["residual"]
-    }
+    expected = mean_of([worker["residual"] for worker in saved[KEY]["workers"]])
     for result in recorded(tmp_path, 2):
         assert (result["start"], result["steps"]) == (20, 30)
         torch.testing.assert_close(result["start_residuals"], expected, rtol=1e-6, atol=1e-7)

@@ -35,7 +35,7 @@ from tests.integration.hsdp_models import (
     run_ranks,
     whole_weights,
 )
-from tests.integration.models import assert_equal, quiet_trainer, warnings_of
+from tests.integration.models import assert_equal, mean_of, quiet_trainer, warnings_of
 from tests.workers import of_all_workers
 
 THRESHOLDS = {GRADIENTS: 0.03, DRIFTS: 0.02}
@@ -217,10 +217,7 @@ def test_other_strategies_resume(saved: Any, is_folder: bool, num_ranks: int, re
     results = run_ranks(_resume_elsewhere, num_ranks, str(folder), replicas, is_folder)
     for name in WRITTEN:
         old = [before[0][name], before[2][name]]
-        mean = {
-            kind: {key: (tensor + old[1]["own"][kind][key]) / 2 for key, tensor in tensors.items()}
-            for kind, tensors in old[0]["own"].items()
-        }
+        mean = {kind: mean_of([replica["own"][kind] for replica in old]) for kind in old[0]["own"]}
         assert all(any(tensor.any() for tensor in tensors.values()) for tensors in mean.values())
         for rank, result in enumerate(results):
             start = result[name]["at start"]
@@ -252,7 +249,7 @@ def test_a_small_checkpoint_has_the_mean_weights_and_no_residuals(tmp_path: Path
             assert any(residual.any() for residual in own[0]["residual"].values())
             assert not any(residual.any() for residual in start["own"]["residual"].values())
             continue
-        mean = {key: (tensor + own[2]["weights"][key]) / 2 for key, tensor in own[0]["weights"].items()}
+        mean = mean_of([own[0]["weights"], own[2]["weights"]])
         torch.testing.assert_close(start["own"]["weights"], mean, rtol=0, atol=1e-15)
         assert_equal(start["momentum"], of_all_workers(before["momentum"])[0])
         assert_equal(start["own"].get("unsent", {}), before["own"].get("unsent", {}))
