@@ -90,32 +90,29 @@ def folder(tmp_path_factory: Any) -> Path:
     return place
 
 
+def _resume_from(path: str, reader: str, num_workers: int) -> tuple[list[float], list[str], list[str]]:
+    """Returns squared norms of unsent values after a resume, warnings and messages."""
+    unsent, warned, messages = list[float](), list[str](), list[str]()
+    trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[notes_unsent(unsent)])
+    with messages_of(messages), warnings_of(warned):
+        try:
+            trainer.fit(Sharded(), data(), ckpt_path=path)
+        except ValueError as error:
+            messages = [f"ValueError: {error}"]
+    return unsent, warned, messages
+
+
 def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[float], list[str], list[str]]]:
-    """Returns squared norms of unsent values after a resume, warnings and messages for every checkpoint."""
-    found = {}
-    for writer in STRATEGIES:
-        unsent, warned, messages = list[float](), list[str](), list[str]()
-        trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[notes_unsent(unsent)])
-        with messages_of(messages), warnings_of(warned):
-            try:
-                trainer.fit(Sharded(), data(), ckpt_path=f"{folder}/{writer}")
-            except ValueError as error:
-                messages = [f"ValueError: {error}"]
-        found[writer] = unsent, warned, messages
-    return found
+    return {writer: _resume_from(f"{folder}/{writer}", reader, num_workers) for writer in STRATEGIES}
 
 
-def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[str], list[float]]:
-    """Resumes from a file that Lightning consolidated from a folder; returns warnings and unsent norms."""
+def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[float], list[str], list[str]]:
+    """Resumes from a file that Lightning consolidated from a folder."""
     merged = _load_distributed_checkpoint(Path(folder, writer))
     merged["optimizer_states"] = [merged.pop("optimizer_0")]
     path = f"{folder}/consolidated for {os.environ['RANK']}"
     torch.save(merged, path)
-    unsent, warned = list[float](), list[str]()
-    trainer = quiet_trainer(STRATEGIES[reader](2), max_steps=END, callbacks=[notes_unsent(unsent)])
-    with warnings_of(warned):
-        trainer.fit(Sharded(), data(), ckpt_path=path)
-    return warned, unsent
+    return _resume_from(path, reader, 2)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +126,7 @@ def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[str], lis
 def test_a_consolidated_checkpoint_causes_a_warning_of_lost_state(
     folder: Path, reader: str, writer: str, starts: str
 ) -> None:
-    (warned, unsent), _ = run_workers(_consolidated, 2, str(folder), reader, writer, process_group=False)
+    (unsent, warned, _), _ = run_workers(_consolidated, 2, str(folder), reader, writer, process_group=False)
     assert unsent == [0]
     missing = rf"the checkpoint holds no .* \(its folder lightning_sparse is missing\)\. .*{starts}"
     assert any(re.search(missing, text) for text in warned)
