@@ -34,46 +34,23 @@ COLLECTIVES = (
     *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),
     *("all_gather_object", "all_to_all_single", "broadcast_object_list", "new_group", "destroy_process_group"),
 )
-PARTS: list[tuple[Any, str]] = [
-    (SparseState, "receive"),
-    (SparseState, "_begin_step"),
-    (SparseState, "_flat_bucket"),
-    (SparseState, "_end_step"),
-    (extraction, "take_out_marked"),
-    (extraction, "compensate"),
-    (extraction, "keep_rest"),
-    (Exchange, "open"),
-    (Exchange, "start"),
-    (Exchange, "finish"),
-    (Pending, "wait"),
-    (ResidualMemory, "keep"),
-    (ResidualMemory, "commit"),
-    (PendingGradients, "end_exchange"),
-    (PendingGradients, "note_gradients"),
-    (PendingGradients, "_step_begins"),
-    (PendingGradients, "_step_ends"),
-    (save_barrier.SaveBarrier, "wait"),
-    (save_barrier.SaveBarrier, "workers_apart"),
-    (saving, "why_not_together"),
-    (saving, "collect"),
-    (Workers, "sum_on_first"),
-    (DriftExchange, "depart"),
-    (DriftExchange, "land"),
-    (DriftExchange, "_move_anchor"),
-    (Engine, "add"),
-    (Engine, "finish"),
-    (Engine, "account"),
-    (SparseModelAverager, "step"),
-    (SharedWeights, "take_mean"),
-    (SharedWeights, "give_back"),
-    (SharedWeights, "mean"),
-    (SharedWeights, "shown"),
-    (SparseModelAverager, "snapshot"),
-    (Workers, "average"),
-    (Workers, "gather_objects_to_first"),
-    (whole_files.WholeFileCheckpointIO, "save_checkpoint"),
-    (torch_io, "_atomic_save"),
-]
+PARTS: dict[Any, tuple[str, ...]] = {
+    SparseState: ("receive", "_begin_step", "_flat_bucket", "_end_step"),
+    extraction: ("take_out_marked", "compensate", "keep_rest"),
+    Exchange: ("open", "start", "finish"),
+    Pending: ("wait",),
+    ResidualMemory: ("keep", "commit"),
+    PendingGradients: ("end_exchange", "note_gradients", "_step_begins", "_step_ends"),
+    save_barrier.SaveBarrier: ("wait", "workers_apart"),
+    saving: ("why_not_together", "collect"),
+    Workers: ("sum_on_first", "average", "gather_objects_to_first"),
+    DriftExchange: ("depart", "land", "_move_anchor"),
+    Engine: ("add", "finish", "account"),
+    SparseModelAverager: ("step", "snapshot"),
+    SharedWeights: ("take_mean", "give_back", "mean", "shown"),
+    whole_files.WholeFileCheckpointIO: ("save_checkpoint",),
+    torch_io: ("_atomic_save",),
+}
 SAVES = {2: "save 1", 4: "save 2"}
 """The windows in which a training of six steps saves, by the number of completed steps."""
 AFTERWARDS = "afterwards"
@@ -191,7 +168,7 @@ class Injector:
                 return super().check(keys)
 
         with ExitStack() as stack:
-            for owner, name in PARTS:
+            for owner, name in ((owner, name) for owner, names in PARTS.items() for name in names):
                 label = f"{owner.__name__.rpartition('.')[2]}.{name}"
                 stack.enter_context(patch.object(owner, name, self.around(label, getattr(owner, name))))
             for name in COLLECTIVES:
