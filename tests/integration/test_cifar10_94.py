@@ -9,7 +9,7 @@ from lightning.pytorch import seed_everything
 
 from lightning_sparse import Dense, HardThreshold, SimulatedWorkersStrategy, SparseDDPStrategy
 from recipes.cifar10_94.data import ShortTrainingDataModule
-from recipes.cifar10_94.model import ShiftNorm, ShortTrainingClassifier, ShortTrainingNetwork, Whitening
+from recipes.cifar10_94.model import ShiftNorm, ShortTrainingClassifier, Whitening
 from recipes.resnet18_cifar10.data import CIFARDataModule
 from recipes.resnet18_cifar10.images import ImageBatches
 from tests.integration.models import assert_equal, clones, quiet_trainer
@@ -94,16 +94,12 @@ def test_a_shift_is_eight_times_its_parameter():
     torch.testing.assert_close(norm.running_mean, 0.02 * images.mean(dim=(0, 2, 3)))
 
 
-def test_number_of_parameters_and_of_logits():
-    network = ShortTrainingNetwork(10, (64, 256, 256))
-    assert sum(parameter.numel() for parameter in network.parameters()) == 1_971_352
-    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-
-
 def test_validation_gives_an_image_and_its_mirror_image_the_same_logits():
     model = ShortTrainingClassifier(widths=(8, 8, 8)).eval()
     images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model(images), model(images.flip(-1)))
+    logits = model(images)
+    assert logits.shape == (2, 10)
+    torch.testing.assert_close(logits, model(images.flip(-1)))
 
 
 def test_every_image_is_mirrored_in_one_of_two_epochs(monkeypatch):

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
 from recipes.__main__ import main
+from recipes.cifar10_94.model import ShortTrainingNetwork
 from recipes.compare.variants import expand_variants
 from recipes.gpt_wikitext.data import GPTDataModule
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
@@ -294,6 +295,7 @@ def test_the_recipe_for_one_gpu_continues_from_its_last_checkpoint(tmp_path):
         # The vocabulary of torchtext's basic_english gives the paper's "about 28.9 M".
         (partial(TiedLSTM, vocabulary_size=28_783), 28_893_333),
         (GPT, 279_168),
+        (partial(ShortTrainingNetwork, 10, (64, 256, 256)), 1_971_352),
     ],
 )
 def test_number_of_parameters(make, number):
