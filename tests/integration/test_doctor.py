@@ -1,8 +1,6 @@
 """``python -m lightning_sparse.doctor``, alone and between workers and hosts."""
 
-import os
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -11,13 +9,12 @@ import torch
 
 from benchmarks.network_lab import NetworkLab
 from lightning_sparse import __version__, doctor, estimate
+from tests.integration.unwatched_workers import printed_by
 from tests.workers import run_workers
 
 
 def run_doctor(*arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
-    command = [sys.executable, *arguments, "-m", "lightning_sparse.doctor", "--parameters", "1000000"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=120).stdout
+    return printed_by([sys.executable, *arguments, "-m", "lightning_sparse.doctor", "--parameters", "1000000"]).stdout
 
 
 def test_the_doctor_reports_the_environment() -> None:

@@ -40,10 +40,9 @@ from tests.integration.models import (
     quiet_trainer,
 )
 from tests.integration.test_checkpoint import ResumableData
-from tests.integration.unwatched_workers import HANG, is_running, scripts, workers
+from tests.integration.unwatched_workers import HANG, environment, is_running, scripts, workers
 from tests.workers import run_workers
 
-PROJECT = Path(__file__).parents[2]
 GROUP_TIMEOUT = 15.0
 """Default timeout of the process group in seconds."""
 ENDLESS = 1_000_000
@@ -210,15 +209,6 @@ getattr(test_dying_workers, sys.argv[1])(*sys.argv[2:])
 """
 
 
-def environment() -> dict[str, str]:
-    """Returns variables for a script that imports this project, without those of an enclosing run."""
-    kept = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
-    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Without this, restarted workers find addresses of the dead workers in the store of the agent. With torch 2.15 and
-    # Gloo, every restart by torchrun then fails, also without this package.
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
 @contextlib.contextmanager
 def torchrun(num_workers: int, folder: Path, function: str, *args: str, restarts: int = 0) -> Iterator[Any]:
     """Starts torchrun in a separate process group, as a shell does; ends all its processes."""
@@ -226,9 +216,12 @@ def torchrun(num_workers: int, folder: Path, function: str, *args: str, restarts
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(num_workers)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", str(restarts)]
     command += [str(folder / "train.py"), function, *args]
+    # Without this, restarted workers find addresses of the dead workers in the store of the agent. With torch 2.15 and
+    # Gloo, every restart by torchrun then fails, also without this package.
+    variables = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     with (folder / "output of torchrun").open("w") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=folder, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         yield process

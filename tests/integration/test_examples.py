@@ -1,20 +1,17 @@
 """The scripts of docs/examples, started with the commands in their headers."""
 
 import importlib.util
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.integration.unwatched_workers import scripts
+from tests.integration.unwatched_workers import environment, printed_by, scripts
+from tests.markdown import PROJECT
 
-PROJECT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -32,9 +29,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 )
 def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(command, script):
     path = PROJECT / "docs" / "examples" / script
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True, cwd=PROJECT, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"step (\d+): loss ([\d.]+), density ([\d.]+), error ([\d.]+)", done.stdout)
+    printed = printed_by([*command, str(path)]).stdout
+    rows = re.findall(r"step (\d+): loss ([\d.]+), density ([\d.]+), error ([\d.]+)", printed)
     assert [int(row[0]) for row in rows] == [0, 100, 200, 300]  # printed by one worker only
     losses = [float(row[1]) for row in rows]
     assert losses[-1] < 0.1 * losses[0]
@@ -46,7 +42,7 @@ def on_two_workers(max_steps, folder):
     """Start two processes of docs/examples/cluster.py without an agent."""
     script = PROJECT / "docs" / "examples" / "cluster.py"
     command = [sys.executable, str(script), "--devices=2", f"--max-steps={max_steps}"]
-    return scripts(command, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
+    return scripts(command, folder, environment())
 
 
 def end_of(workers, folder):
@@ -86,12 +82,10 @@ def test_the_example_for_clusters_saves_on_a_signal_and_resumes(tmp_path):
 )
 def test_the_example_for_ray_trains_and_resumes(tmp_path):
     script = PROJECT / "docs" / "examples" / "ray_train.py"
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     for arguments, steps in (((), 60), (("--resume",), 90)):
         command = [sys.executable, str(script), f"--max-steps={steps}", f"--folder={tmp_path}", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+        done = printed_by(command, tmp_path, RAY_USAGE_STATS_ENABLED="0")
         printed = done.stdout + done.stderr
-        assert done.returncode == 0, printed
         assert {f"worker {rank}: {steps} steps" for rank in range(2)} <= set(
             re.findall(r"worker \d: \d+ steps", printed)
         )

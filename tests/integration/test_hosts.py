@@ -21,10 +21,11 @@ from torch.utils.data import DataLoader
 from benchmarks.network_lab import INTERFACE, NetworkLab
 from lightning_sparse import DDPHardThresholdStrategy
 from tests.integration.models import Recorder, assert_equal, nesterov, quiet_trainer
+from tests.integration.unwatched_workers import environment
+from tests.markdown import PROJECT
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
-PROJECT = Path(__file__).parents[2]
 RECIPE = PROJECT / "recipes" / "resnet18_cifar10" / "demo.yaml"
 FOLDER = "FOLDER_OF_THE_WITNESSES"
 STEPS = 40
@@ -155,9 +156,8 @@ def wait_for(condition: Callable[[], bool], training: Future[Any], timeout: floa
 @pytest.mark.full
 def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     with NetworkLab(hosts=2) as lab:
-        found_in = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {FOLDER: str(tmp_path), "PYTHONPATH": found_in}
-        workers = lab.start(["sh", "-ec", TORCHRUN, str(tmp_path), sys.executable, str(RECIPE)], env=environment)
+        variables = {FOLDER: str(tmp_path), "PYTHONPATH": environment()["PYTHONPATH"]}
+        workers = lab.start(["sh", "-ec", TORCHRUN, str(tmp_path), sys.executable, str(RECIPE)], env=variables)
         status = workers.wait(timeout=150)
         assert status == 0, "\n".join(f"host {host}:\n{''.join(lines)}" for host, lines in enumerate(workers.lines))
         sent = [lab.bytes_sent(host) for host in range(2)]

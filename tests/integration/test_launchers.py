@@ -1,11 +1,12 @@
 """Lightning's launchers: scripts that start their workers themselves, as scripts of users do."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.unwatched_workers import printed_by
 
 # The test gets the output of every worker, but not its objects.
 SCRIPT = """
@@ -45,20 +46,8 @@ if __name__ == "__main__":
 
 
 def run_script(script: str, strategy: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script that starts its workers itself and must succeed."""
     (folder / "train.py").write_text(script)
-    environment = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
-    finished = subprocess.run(
-        [sys.executable, "train.py", strategy],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished
+    return printed_by([sys.executable, "train.py", strategy], folder)
 
 
 @pytest.mark.long

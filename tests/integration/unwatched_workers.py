@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.markdown import PROJECT
 from tests.workers import environment_of, reserved_port
 
 HANG = 90.0
@@ -109,6 +110,21 @@ def scripts(command: list[str], folder: Path, environment: Mapping[str, str]) ->
             for process in processes:
                 process.kill()
                 process.wait()
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Returns variables for a script that imports this project, without those of an enclosing run."""
+    kept = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+    path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
+
+
+def printed_by(command: list[str], folder: Path = PROJECT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command that starts its workers itself, and must succeed."""
+    options = {"cwd": folder, "env": environment(**variables), "capture_output": True, "text": True, "timeout": 200}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def is_running(process_id: int) -> bool:
