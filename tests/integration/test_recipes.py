@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+import shutil
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,13 +308,9 @@ class TestUnpack:
     @pytest.fixture
     def archive(self, dataset, folder, monkeypatch):
         """Returns the archive of the small data set, and removes the folder."""
-        archive = folder.parent / "fetched.tar.gz"
-        with tarfile.open(archive, "w:gz") as content:
-            content.add(folder, folder.name)
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
-        return archive
+        archive = shutil.make_archive(str(folder.parent / "fetched"), "gztar", folder.parent, folder.name)
+        shutil.rmtree(folder)
+        return Path(archive)
 
     def test_fetches_and_unpacks(self, dataset, folder, archive, monkeypatch):
         fetched = []
