@@ -64,13 +64,9 @@ sys.exit(main())
 
 
 @pytest.fixture(scope="module")
-def available():
+def lab():
     if reason := NetworkLab.unavailable_reason():
         pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def lab(available):
     with NetworkLab(hosts=2) as lab:
         yield lab
 
