@@ -3,8 +3,6 @@
 test_snippets.py also trains with the side after the change.
 """
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.models import Classifier, Recorder, data, quiet_trainer
 from tests.integration.programs.loops import loss_of
+from tests.markdown import PROJECT, blocks
 from tests.workers import on_workers, run_workers
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
-SNIPPETS = re.findall(r"^```diff\n(.+?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+SNIPPETS = [block.code for block in blocks((PROJECT / "docs" / "migrating.md").read_text(), "diff")]
 OF_TRAINERS = [snippet for snippet in SNIPPETS if "Trainer(" in snippet]
 OF_FABRIC = [snippet for snippet in SNIPPETS if "fabric." in snippet]
 OF_LOOPS = [snippet for snippet in SNIPPETS if "DistributedDataParallel(" in snippet]
