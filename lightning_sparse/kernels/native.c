@@ -339,9 +339,10 @@ void average(const payloads_t *all, float *out) {
     }
 }
 
-/* Subtracts the average of payloads from an anchor and from weights, only where a worker sent a value. `sums` are
-   zeros, and become zeros again: as many as a block has elements. */
-void subtract(const payloads_t *all, float *sums, float *anchor, float *const *parts, const int64_t *part_ends) {
+/* Subtracts `rate` times the average of payloads from an anchor and from weights, only where a worker sent a value.
+   `sums` are zeros, and become zeros again: as many as a block has elements. */
+void subtract(const payloads_t *all, float *sums, float *anchor, float *const *parts, const int64_t *part_ends,
+              float rate) {
     const float divisor = (float)all->num_payloads;
     int64_t first = 0;
     for (int64_t block = 0; block < all->num_blocks; block++) {
@@ -353,11 +354,11 @@ void subtract(const payloads_t *all, float *sums, float *anchor, float *const *p
             int64_t part = first;
             for (int64_t k = part_of_rank.first; k < part_of_rank.last; k++) {
                 const int64_t place = start + part_of_rank.places[k];
-                float *sum = &sums[part_of_rank.places[k]], mean = *sum / divisor;
+                float *sum = &sums[part_of_rank.places[k]], step = *sum / divisor * rate;
                 *sum = 0.0f; /* so that another worker's value at the same place subtracts nothing more */
                 for (; part_ends[part] <= place; part++) {}
-                anchor[place] -= mean;
-                parts[part][place - (part ? part_ends[part - 1] : 0)] -= mean;
+                anchor[place] -= step;
+                parts[part][place - (part ? part_ends[part - 1] : 0)] -= step;
             }
         }
     }

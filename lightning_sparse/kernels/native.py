@@ -105,17 +105,18 @@ def average(payloads: Payloads, out: Tensor) -> None:
     torch.autograd.graph.increment_version(out)
 
 
-def subtract(payloads: Payloads, anchor: Tensor, weights: Parts, zeros: Tensor) -> None:
-    """Subtracts the average of payloads from anchor and weights, only where a payload has a value.
+def subtract(payloads: Payloads, anchor: Tensor, weights: Parts, zeros: Tensor, rate: float) -> None:
+    """Subtracts a factor times the average of payloads from anchor and weights, where a payload has a value.
 
     Args:
         payloads: of all workers.
         anchor: float32, contiguous, shape (num_elements,).
         weights: hold as many elements.
         zeros: float32, at least as many elements as a block: work space, all zeros before and after.
+        rate: the factor.
     """
     places = pointer(zeros), pointer(anchor), *weights.addresses
-    _library().subtract(ctypes.byref(payloads), *map(ctypes.c_void_p, places))
+    _library().subtract(ctypes.byref(payloads), *map(ctypes.c_void_p, places), ctypes.c_float(rate))
     torch.autograd.graph.increment_version((anchor, *weights.tensors))
 
 

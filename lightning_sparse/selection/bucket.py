@@ -45,6 +45,7 @@ class FlatBucket:
         weights: w, only of drifts that compiled functions form from the weights: p = x − w, with x in
             ``residual.before``, and e' = x − w. The gradient is then only memory for the average, and the first of the
             notes receives max |p|.
+        rate: with ``weights``, the factor on the average by which x and w move.
         has_moved: whether the average has already moved x and w, without a tensor for the average.
     """
 
@@ -58,6 +59,7 @@ class FlatBucket:
     notes: Tensor | None = None
     average: Tensor = None  # type: ignore[assignment]  # the engine sets it
     weights: Parts | None = None
+    rate: float = 1.0
     has_moved: bool = False
 
     def form(self) -> None:

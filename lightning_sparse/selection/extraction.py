@@ -276,5 +276,5 @@ class Extraction:
 def _move(bucket: FlatBucket, shipment: Shipment, rows: Tensor) -> None:
     """Move anchor and weights of a bucket by the average of all workers' payloads."""
     assert bucket.weights is not None
-    subtract(shipment.format, rows, bucket.residual.before, bucket.weights, shipment.buffers)
+    subtract(shipment.format, rows, bucket.residual.before, bucket.weights, shipment.buffers, bucket.rate)
     bucket.has_moved = True

@@ -263,16 +263,6 @@ def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: i
     return Trainer(strategy=strategy, accelerator="cpu", devices=num_workers, max_steps=max_steps, **options)
 
 
-def events_in(folder: Path | str) -> Any:
-    """Returns the events below a folder, which must be in a single file, with all their points."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    [file] = Path(folder).rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
-    events.Reload()
-    return events
-
-
 def compiled(module: nn.Module, graphs: list[int], backend: str = "eager") -> Any:
     """Returns the module, compiled; each graph appends its number of inputs to a list."""
 

@@ -170,16 +170,17 @@ def test_native_functions_take_values_out_of_weights(sizes, data):
     torch.testing.assert_close(in_place.notes[0], drift.abs().max(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("rate", [1.0, 1.3])
 @pytest.mark.parametrize("wire", WIRES)
-def test_native_functions_move_weights_by_an_average(wire):
+def test_native_functions_move_weights_by_an_average(wire, rate):
     sizes, generator = (70_000, 1, 65, 100_000), torch.Generator().manual_seed(0)
     payload_format, weights = PayloadFormat(sum(sizes), wire), torch.randn(sum(sizes), generator=generator)
     rows = payloads_of(payload_format, selections(sum(sizes), [2900] * 3, wire=wire), 3000)
     average, anchor, parts = torch.zeros(sum(sizes)), weights + 1, [part.clone() for part in weights.split(sizes)]
     adding.average(payload_format, rows, average, Buffers())
     versions = [part._version for part in parts]
-    adding.subtract(payload_format, rows, anchor, native.Parts(parts), Buffers())
-    same((anchor, torch.cat(parts)), (weights + 1 - average, weights - average))
+    adding.subtract(payload_format, rows, anchor, native.Parts(parts), Buffers(), rate)
+    same((anchor, torch.cat(parts)), (weights + 1 - average * rate, weights - average * rate))
     assert all(part._version > version for part, version in zip(parts, versions, strict=True))
     assert average.count_nonzero() > 5000
 

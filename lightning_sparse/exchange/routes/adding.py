@@ -44,13 +44,15 @@ def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: B
     out.div_(num_workers)
 
 
-def subtract(payload_format: PayloadFormat, rows: Tensor, anchor: Tensor, weights: Parts, buffers: Buffers) -> None:
-    """Subtract the average of payloads from an anchor and weights, only where a worker sent a value.
+def subtract(
+    payload_format: PayloadFormat, rows: Tensor, anchor: Tensor, weights: Parts, buffers: Buffers, rate: float
+) -> None:
+    """Subtract ``rate`` times the average of payloads from an anchor and weights where a worker sent a value.
 
     Needs ``is_native``. The anchor gets the same bits as by ``average``.
     """
     zeros = buffers.take("zeros", BLOCK_ELEMENTS, anchor.dtype, anchor.device).zero_()
-    native.subtract(_native(payload_format, rows), anchor, weights, zeros)
+    native.subtract(_native(payload_format, rows), anchor, weights, zeros, rate)
 
 
 def _native(payload_format: PayloadFormat, rows: Tensor) -> Payloads:
