@@ -87,7 +87,7 @@ class SparseStrategy(TakesOptions):
         """Log the exchanges of a new ``fit`` and report likely problems."""
         self.state = state
         self.step_log = StepLog()
-        state.subscribe(self.step_log.append)
+        state.subscribe(self.step_log.add)
         self._advice = Advice(state, self._options, is_sharded=self._is_sharded)
 
     # Steps.

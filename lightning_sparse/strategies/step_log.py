@@ -20,17 +20,24 @@ from lightning_sparse.selection.numbers import STEP_NUMBERS
 MOST_UNLOGGED = 256
 
 
-class StepLog(deque[StepStats]):
+class StepLog:
     """Exchanges that no step has logged yet."""
 
     def __init__(self) -> None:
-        super().__init__(maxlen=MOST_UNLOGGED)
+        self._steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
         self._of_batch: list[StepStats] = []
         self._newest: list[StepStats] = []
         self._lost: list[StepStats] = []
         self._entries: dict[str, Any] = {}  # Lightning's entries of our numbers, by Lightning's key
         self._shown: set[str] = set()  # keys of entries for the next row
         self._row: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: StepStats) -> None:
+        """Add the statistics of an exchange."""
+        self._steps.append(step)
 
     def begin_batch(self, trainer: Any) -> None:
         """Reset numbers that a row of the loggers has contained."""
@@ -50,17 +57,17 @@ class StepLog(deque[StepStats]):
 
     def write(self, module: LightningModule | None, averager: Averager) -> None:
         """Log statistics since the last step and the averager's metrics if Lightning allows it."""
-        if not (self or self._lost) or module is None:
+        if not (self._steps or self._lost) or module is None:
             return
         if module.trainer.barebones:
-            self.clear()  # Lightning would warn about a call that is not the user's
+            self._steps.clear()  # Lightning would warn about a call that is not the user's
             return
         hook = module._current_fx_name
         allowed = _FxValidator.functions.get(hook or "")
         if allowed is None:
             return  # the next step logs these too
         on_step = True in allowed["allowed_on_step"]
-        steps = list(self or self._lost)
+        steps = list(self._steps or self._lost)
         self._lost = []
         if on_step:  # several optimizers may step in a batch, and the row has the numbers that are logged last
             self._of_batch += steps
@@ -72,7 +79,7 @@ class StepLog(deque[StepStats]):
         self._newest = list(steps)
         for name, value in (step_metrics(steps) | averager.own_metrics()).items():
             self._log(module, name, float(value), on_step)
-        self.clear()
+        self._steps.clear()
 
     def _log(self, module: LightningModule, name: str, value: float, on_step: bool) -> None:
         """Log a number, first through the module and later into Lightning's entry.
