@@ -186,7 +186,7 @@ def test_random_trainings_equal_plain_replicas(seed):
 def test_shard_exchange_raises_on_misuse():
     mesh, model, sparsifier = build_mesh(2, 2), build_network(), HardThreshold(threshold=0.1)
     for make, message in (
-        (lambda: shard_exchange(model, mesh, sparsifier), "a mesh of 2 dimensions"),
+        (lambda: shard_exchange(model, mesh, sparsifier), "Must be the dimension of replicas alone"),
         (lambda: shard_exchange(model, mesh["replicate"], sparsifier), "0.weight is not sharded"),
         (
             lambda: shard_exchange(sharded(build_network(), mesh["shard"]), mesh["shard"], sparsifier),

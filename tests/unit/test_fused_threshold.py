@@ -416,11 +416,11 @@ WALK |= {"LIMIT": 3e38, "WIRE": "bfloat16"}
 @pytest.mark.parametrize(
     ("kernel", "warps", "constants"),
     [
-        (threshold.walk_block, 16, WALK | {"out": None, "CLEARS": True, "MEASURES": False}),
-        (threshold.walk_block, 16, WALK | {"bits": None, "CLEARS": False, "MEASURES": True}),
-        (threshold.walk_block, 16, WALK | {"WIRE": "uint8", "LIMIT": 448.0, "CLEARS": True, "MEASURES": False}),
-        (threshold.summarise, 8, SUMMARISE | {"MEASURES": True}),
-        (threshold.summarise, 8, SUMMARISE | {"MEASURES": False, "boundaries": None, "before": None, "bits": None}),
+        (threshold.walk_block, 16, WALK | {"out": None, "CLEARS": True}),
+        (threshold.walk_block, 16, WALK | {"bits": None, "CLEARS": False}),
+        (threshold.walk_block, 16, WALK | {"WIRE": "uint8", "LIMIT": 448.0, "CLEARS": True}),
+        (threshold.summarise, 8, SUMMARISE),
+        (threshold.summarise, 8, SUMMARISE | {"boundaries": None, "before": None, "bits": None}),
         (threshold.pack_block, 4, PACK | {"LIMIT": 3e38}),
         (threshold.pack_block, 4, PACK | {"LIMIT": 448.0, "values": "*u8"}),
         (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}),
