@@ -24,8 +24,8 @@ class DriftOptions(TransportOptions):
             *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
         drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
             ``keep_drift=False``.
-        outer_learning_rate: factor on the average drift by which the anchor moves, above 0. With Adam and an exchange
-            in every step, 2 reaches the loss of dense training at a density of 1 % (docs/results.md).
+        outer_learning_rate: factor on the average drift by which the anchor moves, above 0. Take 2 with Adam and an
+            exchange in every step (docs/local-training.md).
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
             subtracts the average times ``outer_learning_rate``. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
