@@ -112,6 +112,7 @@ class DensityMonitor(StepMonitor):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._take_in_new()
         if self._newest is not None and self._newest.num_workers > 1 and trainer.is_global_zero:
             log_scalars(trainer, self._times.scalars())
             print(self.table())

@@ -66,6 +66,7 @@ class ErrorMonitor(StepMonitor):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._take_in_new()
         last, largest = self._totals["last_error_norm"], self._totals["largest_error_norm"]
         if largest and trainer.is_global_zero:
             print(

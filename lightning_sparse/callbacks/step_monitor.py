@@ -58,10 +58,7 @@ class StepMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        for step in self._new_steps:  # empty during gradient accumulation and between rarer exchanges
-            self.take_in(step)
-            self._newest, self._has_new_layers = step, self.per_layer
-        self._new_steps.clear()
+        self._take_in_new()
         # In every batch, because Lightning drops earlier logs at the end of an epoch. Barebones, it warns about logs.
         if self._totals and not trainer.barebones:
             pl_module.log(self._name, self._total.compute().float(), on_step=True, batch_size=1)
@@ -74,6 +71,7 @@ class StepMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self._take_in_new()  # a save may end an exchange, and earlier callbacks may save before this one's hook
         state: dict[str, Any] = copied({"total": self._total.state_dict(), "totals": self._totals})
         return state
 
@@ -83,8 +81,14 @@ class StepMonitor(Callback):
         self._totals.update(state_dict["totals"])
         self._has_resumed = bool(self._totals)
 
+    def _take_in_new(self) -> None:
+        for step in self._new_steps:  # empty during gradient accumulation and between rarer exchanges
+            self.take_in(step)
+            self._newest, self._has_new_layers = step, self.per_layer
+        self._new_steps.clear()
+
     def take_in(self, step: StepStats) -> None:
-        """Process the numbers of an exchange, on every worker, at the end of its batch."""
+        """Process the numbers of an exchange, on every worker, at the end of its batch or in a save."""
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Log numbers of layers, on every worker, in a step that Lightning logs if there are new ones."""

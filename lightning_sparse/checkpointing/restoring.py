@@ -74,7 +74,7 @@ def restore(
     saved, source = _opened(saved, path, first.kind)
     if not is_same and (first.kind == "drifts" or saved["workers"] or saved["has_folder"]):
         _say_world_size(first, saved["world_size"])
-    _say_changed_model(source, first)
+    is_changed = _say_changed_model(source, first)
     if first.forgets:
         warn_of_forgotten(saved["unsent_norm"])
     extra: dict[str, Any] = {}
@@ -86,6 +86,8 @@ def restore(
         if not averager.forgets:
             snapshot.own = _own(source, averager, is_same=is_same)
         averager.restore(snapshot)
+    if is_changed:  # own optimizer states would not fit
+        return {name: value for name, value in extra.items() if name != "optimizer_states"}
     for at, optimizer in enumerate(optimizers):
         worker = str(first.workers.rank)
         if is_same and any(f"{name}.".startswith(f"{at}.") for name in source.shapes(worker, OPTIMIZERS)):
@@ -207,8 +209,8 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
     return {name: local(part).flatten() for name, part in parts.items()}
 
 
-def _say_changed_model(source: SavedTensors, averager: Averager) -> None:
-    """Warn of saved parameters that the model lacks, and of parameters that were not saved."""
+def _say_changed_model(source: SavedTensors, averager: Averager) -> bool:
+    """Return whether the model has changed; warn of saved parameters that it lacks, and of those not saved."""
     unsent = source.shapes("0", UNSENT[averager.kind])
     sizes = {name: shape.numel() for name, shape in (unsent or source.shapes(SHARED, "anchor")).items()}
     held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}
@@ -217,15 +219,18 @@ def _say_changed_model(source: SavedTensors, averager: Averager) -> None:
     values = {name: torch.zeros(unsent[name]) for name in lost if name in unsent}
     source.read("0", UNSENT[averager.kind], values)
     if not sizes or not (lost or new):
-        return
+        return False
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
-        norm = unsent_norm([values])
-        said.append(f"Not in the model, or of another size, so their {what} (norm {norm:.3g}) are lost: {_list(lost)}.")
+        norm = f" (norm {unsent_norm([values]):.3g})" if unsent else ""
+        said.append(f"Not in the model, or of another size, so their {what}{norm} are lost: {_list(lost)}.")
     if new:
         said.append(f"Not in the checkpoint, so their {what} start from zero: {_list(new)}.")
+    if averager.kind == "drifts":
+        said.append("All workers start with the checkpoint's own optimizers.")
     rank_zero_warn(" ".join(said))
+    return True
 
 
 def _list(names: list[str]) -> str:

@@ -367,6 +367,25 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     return callback.residuals, messages
 
 
+def _fit_changed(path: str) -> int:
+    class Changed(Renamed):
+        default_optimizer, strict_loading = staticmethod(adam), False
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {}
+            checkpoint["optimizer_states"] = [self.configure_optimizers().state_dict()]
+
+    trainer = quiet_trainer(make_strategy(CASES["local, adam"]), max_steps=END)
+    trainer.fit(Changed(), ResumableData(1000), ckpt_path=path)
+    return trainer.global_step
+
+
+def test_a_changed_model_trains_locally_with_the_optimizers_that_the_user_gives(tmp_path: Path) -> None:
+    path = tmp_path / "stop.ckpt"
+    run(2, CASES["local, adam"], STOP, save=(STOP, str(path)))
+    assert run_workers(_fit_changed, 2, str(path), process_group=False) == [END, END]
+
+
 def test_a_changed_model_keeps_matching_state_and_names_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
     run(1, CASES["plain"], STOP, save=(STOP, str(path)))

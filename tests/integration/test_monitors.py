@@ -322,7 +322,7 @@ def _call(collective: Any, name: str, calls: list[str], *args: Any, **kwargs: An
 
 def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
-    before = watch([DensityMonitor(), ErrorMonitor(), SaveAt(3, path)], max_steps=3)
+    before = watch([SaveAt(3, path), DensityMonitor(), ErrorMonitor()], max_steps=3)
     # The threshold changes, so that the two halves differ.
     strategy = DDPHardThresholdStrategy(threshold=THRESHOLD / 3, bucket_cap_mb=SMALL_BUCKETS_MB)
     after = watch([DensityMonitor(), ErrorMonitor()], strategy=strategy, ckpt_path=path)
@@ -337,6 +337,12 @@ def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Pat
     assert re.search(r"steps exchanged +6$", after[0].printed, re.MULTILINE)
     sent = sum(step.payload_bytes for half in (before, after) for step in half[0].steps)
     assert f"{sent / 1000:.4g} kB" in after[0].printed
+
+
+def test_the_table_counts_the_exchange_that_ends_with_the_training() -> None:
+    strategy = LocalHardThresholdStrategy(threshold=0.02, overlap=True, every_n_steps=2)
+    first, _ = watch([DensityMonitor()], strategy=strategy, max_steps=6)
+    assert re.search(r"steps exchanged +3$", first.printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("columns", [0, 1, -3])
