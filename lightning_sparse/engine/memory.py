@@ -115,9 +115,11 @@ class ResidualMemory:
                 let_go(loaded)
             elif name in self._places:
                 former, *span = self._places[name]
-                committed[start:end] = former.committed_part(name, *span)
+                if not former.is_zero:
+                    committed[start:end] = former.committed_part(name, *span)
                 if name in former.pending:
-                    bucket.back_buffer[start:end] = former.back_buffer[slice(*span)]
+                    if not former.is_zero:
+                        bucket.back_buffer[start:end] = former.back_buffer[slice(*span)]
                     bucket.pending.add(name)
             self._places[name] = (bucket, start, end)
         return bucket
@@ -140,6 +142,11 @@ class _Bucket:
         self.pending: set[str] = set()
         self.in_back_buffer: set[str] = set()
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing has been written to either tensor since both were allocated as zeros."""
+        return self.committed._version == self.back_buffer._version == 0
+
     def shrink(self) -> None:
         """Free the unused tensor before another bucket copies the layers."""
         if self.committed is self.back_buffer or self.pending:
@@ -159,18 +166,18 @@ class _Bucket:
 
     def begin(self) -> Residual:
         if self.committed is self.back_buffer:
-            return Residual(self.committed, self.committed)
+            return Residual(self.committed, self.committed, self.is_zero)
         self._swap()  # the usual step: nothing is copied
         for name, start, end in self.layout.spans() if self.in_back_buffer else ():
             if name in self.in_back_buffer:
                 self.committed[start:end] = self.back_buffer[start:end]
         self.in_back_buffer.clear()
         if not self.pending:
-            return Residual(self.committed, self.back_buffer)
+            return Residual(self.committed, self.back_buffer, self.is_zero)
         for name, start, end in self.layout.spans():
             if name not in self.pending:
                 self.back_buffer[start:end] = self.committed[start:end]
-        return Residual(self.back_buffer, self.back_buffer)
+        return Residual(self.back_buffer, self.back_buffer, self.is_zero)
 
     def keep(self, unused: set[str]) -> None:
         if self.committed is self.back_buffer:

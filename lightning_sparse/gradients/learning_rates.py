@@ -56,7 +56,7 @@ class LastLearningRates:
     def rescale(self, bucket: FlatBucket) -> None:
         """Rescale a bucket's residual to this backward's rates if they have changed."""
         if any(ratio != 1.0 for ratio in self._ratios.values()):
-            before, after = bucket.residual
+            before, after, _ = bucket.residual
             after.copy_(before)
             for name, start, end in bucket.layout.spans():
                 if self._ratios.get(name, 1.0) != 1.0:

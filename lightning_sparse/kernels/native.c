@@ -21,8 +21,8 @@ enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_FLOAT8, WIRE_INT8 };
 /* A step of the hard threshold on one bucket: of gradients, p = e + g / S; of drifts, p = x - w, and e' is kept in the
    weights: w = x - e'. */
 typedef struct {
-    const float *before;    /* e, or the anchor x */
-    float *after;           /* e'; may be e. Not for drifts */
+    const float *before;    /* e, or the anchor x. NULL: zeros */
+    float *after;           /* e'; may be e. Not for drifts. NULL: not written */
     float *gradient;        /* g. Not for drifts */
     float *const *parts;    /* w: tensors that together hold the bucket's weights. NULL: gradients */
     const int64_t *part_ends;
@@ -138,7 +138,8 @@ INLINE float *weights_at(const step_t *step, int64_t place) { return step->weigh
 
 /* Forms p of `count` elements, and 0 for the rest of the group. Returns whether all are below the threshold. */
 INLINE int form(step_t *step, int64_t begin, int64_t count, float threshold, float *p) {
-    const float *before = step->before + begin, scale = step->loss_scale;
+    static const float zeros[GROUP];
+    const float *before = step->before ? step->before + begin : zeros, scale = step->loss_scale;
     uint32_t bits[GROUP], largest = 0, least;
     if (count < GROUP) memset(p, 0, GROUP * sizeof *p);
     if (step->weights) {
@@ -245,7 +246,7 @@ INLINE void mask_group(step_t *step, int64_t begin, int64_t count, float thresho
     }
     step->selected += selected;
     step->non_finite += non_finite;
-    if (!step->weights) stream(step->after + begin, p, count);
+    if (step->after) stream(step->after + begin, p, count);
     memcpy(step->dense + begin, sent, count * sizeof *sent);
     add_squares(squares, p);
 }

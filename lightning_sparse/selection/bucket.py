@@ -22,10 +22,12 @@ class Residual(NamedTuple):
     Attributes:
         before: e, which is read.
         after: receives p = e + g / S and then e'; may be the same memory.
+        is_zero: whether both are known to hold zeros.
     """
 
     before: Tensor
     after: Tensor
+    is_zero: bool = False
 
 
 @dataclass

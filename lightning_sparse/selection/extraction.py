@@ -80,7 +80,7 @@ class Extraction:
             bucket = replace(bucket, left_out=[*bucket.left_out, shipment.own_slice])
         may_be_fast = self._is_threshold and not wire.is_whole
         has_kernels = may_be_fast and self._keeps_rest and is_available(bucket.gradient.device)
-        is_fast = may_be_fast and not has_kernels and is_native(*bucket.residual, wire_dtype=wire.dtype)
+        is_fast = may_be_fast and not has_kernels and is_native(bucket.residual.after, wire_dtype=wire.dtype)
         if bucket.weights is not None and not is_fast:
             bucket.form()
         squared_gradient_norm: float | Tensor = 0.0
@@ -122,18 +122,28 @@ class Extraction:
     def _fill_natively(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
         """Fills in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient.
 
-        Drifts take 8 bytes per element, and 16 with a masked drift. Their weights then are x − e'.
+        Drifts take 8 bytes per element, and 16 with a masked drift. Their weights then are x − e'. A residual of zeros
+        stays unread and unwritten if a dense route sends all values unrounded: 8 bytes per element.
         """
-        (before, after), gradient, weights = bucket.residual, bucket.gradient, bucket.weights
+        (before, after, is_zero), gradient, weights = bucket.residual, bucket.gradient, bucket.weights
         wire = shipment.format.wire
-        step = Step(wire=WIRES[wire.dtype], scale=wire.scale, divisor=shipment.divisor, before=pointer(before))
+        step = Step(wire=WIRES[wire.dtype], scale=wire.scale, divisor=shipment.divisor)
         step.loss_scale = 1.0 if bucket.loss_scale is None else float(bucket.loss_scale)
+        sends_unrounded = shipment.payload is None and wire.dtype == before.dtype
+        stays_zero = is_zero and sends_unrounded and not any(piece.threshold for piece in self._pieces(bucket))
+        written = [shipment.out]
+        if not stays_zero:
+            step.before = pointer(before)
         if weights is not None:
             step.parts, step.part_ends = weights.addresses
+            written += weights.tensors
         else:
             if gradient.dtype != shipment.out.dtype:  # the average then has separate memory
                 gradient = shipment.out.copy_(gradient)
-            step.after, step.gradient = pointer(after), pointer(gradient)
+            step.gradient = pointer(gradient)
+            if not stays_zero:
+                step.after = pointer(after)
+                written.append(after)
         slices = torch.zeros(self._num_slices, dtype=torch.int64)
         if shipment.payload is None:
             step.dense = pointer(shipment.out)
@@ -152,7 +162,7 @@ class Extraction:
                 take_out(step, *piece)
             counts.append(step.selected)
             errors.append(step.squares)
-        torch.autograd.graph.increment_version((shipment.out, *((after,) if weights is None else weights.tensors)))
+        torch.autograd.graph.increment_version(written)
         if weights is not None:
             assert bucket.notes is not None
             bucket.notes[0] = step.largest
@@ -213,7 +223,7 @@ class Extraction:
 
     def _take_rest_from_residual(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
         """Takes the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
-        anchor, residual = bucket.residual
+        anchor, residual, _ = bucket.residual
         if bucket.weights is not None:
             residual = bucket.whole(residual.dtype)
         first = payload_format.unpack(payload, residual.dtype)

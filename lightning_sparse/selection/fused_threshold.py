@@ -85,7 +85,7 @@ def take_out_fused(
         boundaries: of the layers and slices whose coordinates are counted.
         squared_gradient_norm: ‖g‖² for the header, on the bucket's device; 0 outside of calibration.
     """
-    (before, after), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
+    (before, after, _), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
     size, device = after.numel(), after.device
     blocks = -(-size // BLOCK_ELEMENTS)
     # With a wrong size, a kernel would write out of bounds.
@@ -125,6 +125,7 @@ def take_out_fused(
     launch(summarise, 1, *arguments, blocks, num_layers, num_slices, **_SUMMARISE)
     if isinstance(squared_gradient_norm, Tensor):
         header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
+    torch.autograd.graph.increment_version(after)  # kernels do not
     if parts is not None:
         into = (parts.values, parts.offsets, size, parts.values.numel(), wire.scale)
         launch(pack_block, blocks, after, *tables[1:], bits, starts, *into, LIMIT=wire.limit, **_PACK)

@@ -118,6 +118,31 @@ def test_native_functions_keep_the_bits_of_edge_values(capacity, wire, threshold
     assert [int(header[SLOTS[name]]) for name in ("selected", "non_finite")] == numbers
 
 
+@pytest.mark.parametrize(
+    ("wire", "thresholds", "capacity", "unused", "stays"),
+    [
+        (WIRES[0], {}, None, [], True),
+        (WIRES[0], {"a": 0.5}, None, [], False),
+        (WIRES[0], {}, 400, [], False),
+        (WIRES[0], {}, None, [(0, 70)], False),
+        (WIRES[1], {}, None, [], False),
+    ],
+)
+def test_a_residual_of_zeros_is_not_touched_if_everything_is_sent(wire, thresholds, capacity, unused, stays):
+    layout = LayerLayout(("a", "b"), (70, edge_values().numel()))
+    gradient = torch.cat([torch.linspace(-1, 1, 70), edge_values()])
+    found = []
+    for is_zero in (True, False):
+        residual = Residual(*torch.zeros(2, layout.num_elements).unbind(), is_zero)
+        shipment = Shipment(wire, capacity, torch.empty_like(gradient))
+        bucket = FlatBucket(0, layout, gradient.clone(), residual, is_last=True, left_out=unused)
+        sparsifier = HardThreshold(threshold=0.0, layer_thresholds=thresholds, overshoot=0.5)
+        header = extraction.Extraction(sparsifier, num_slices=0, per_layer=True, keeps_rest=True).fill(bucket, shipment)
+        found.append((shipment.sent(int(header[0])), residual.before, residual.after, header))
+        assert (residual.after._version == 0) == (stays and is_zero)
+    same(*found)
+
+
 @pytest.mark.parametrize("wire", [*WIRES, Wire(torch.int8, 2.0**-4)])
 @pytest.mark.parametrize("capacity", [8, 2000])
 def test_native_functions_add_payloads_to_the_same_bits(wire, capacity, monkeypatch):

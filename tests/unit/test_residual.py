@@ -112,7 +112,7 @@ names = st.sets(st.sampled_from(["a", "b", "c"]))
 EVENTS = st.one_of(
     st.tuples(st.just("backward"), names),
     st.tuples(st.sampled_from(["commit", "roll_back"]), names),
-    st.tuples(st.sampled_from(["breaks off", "moves"]), st.just(set())),
+    st.tuples(st.sampled_from(["breaks off", "moves", "sends all"]), st.just(set())),
 )
 LAYOUTS = [{0: ONE}, {0: LayerLayout(("c", "a"), (1, 2)), 1: LayerLayout(("b",), (3,))}]
 
@@ -128,14 +128,19 @@ def test_commits_keep_steps_and_rollbacks_leave_no_trace(events):
     for event, chosen in events:
         if event == "moves":
             buckets = LAYOUTS[1] if buckets is LAYOUTS[0] else LAYOUTS[0]
-        elif event in ("backward", "breaks off"):
+        elif event in ("backward", "breaks off", "sends all"):
             has_run = True
             for index, layout in buckets.items():
                 residual = memory.bucket(index, layout, torch.zeros(layout.num_elements))
                 added = torch.zeros(layout.num_elements)
                 for name, start, end in layout.spans():
                     added[start:end] = 0.0 if name in chosen else gradient
-                torch.add(residual.before, added, out=residual.after)
+                if residual.is_zero:
+                    assert not any(part.any() for part in residual[:2])
+                if event != "sends all":
+                    torch.add(residual.before, added, out=residual.after)
+                elif not residual.is_zero:
+                    residual.after.zero_()
             if event == "breaks off":
                 memory.roll_back(set(sizes))
                 pending_ = {}
@@ -143,7 +148,7 @@ def test_commits_keep_steps_and_rollbacks_leave_no_trace(events):
             for index, layout in buckets.items():
                 memory.keep(index, chosen & set(layout.names))
             for name in sizes.keys() - chosen:
-                pending_[name] = pending_.get(name, committed[name]) + gradient
+                pending_[name] = (pending_.get(name, committed[name]) + gradient) * (event != "sends all")
             gradient *= 2
         elif event == "commit":
             memory.commit(chosen)
@@ -162,9 +167,23 @@ def test_commits_keep_steps_and_rollbacks_leave_no_trace(events):
                 assert torch.equal(tensor, pending_.get(name, committed[name])), (event, name)
 
 
+def test_a_memory_is_zero_until_something_is_written():
+    memory = ResidualMemory()
+    for buckets in (*LAYOUTS, *LAYOUTS):  # DDP rebuilds its buckets
+        for index, layout in buckets.items():
+            residual = memory.bucket(index, layout, torch.zeros(layout.num_elements))
+            assert residual.is_zero
+            memory.keep(index)
+        memory.commit({"a", "b", "c"})
+    memory.bucket(0, ONE, torch.zeros(6)).after[3] = 1.0
+    assert not memory.bucket(0, ONE, torch.zeros(6)).is_zero
+    memory.load_state_dict(dict.fromkeys("abc", torch.ones(1)) | {"b": torch.ones(3), "a": torch.ones(2)})
+    assert not memory.bucket(0, ONE, torch.zeros(6)).is_zero
+
+
 def test_a_memory_in_place_has_a_single_tensor():
     memory = ResidualMemory(in_place=True)
-    before, after = memory.bucket(0, ONE, torch.zeros(6))
+    before, after, _ = memory.bucket(0, ONE, torch.zeros(6))
     assert before is after
     after.fill_(1.0)  # then an exception aborts the backward
     memory.load_state_dict({})
