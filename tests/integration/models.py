@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse import StepStats
 from tests.workers import NUM_WORKERS
+
+HAS_SAVE_ON_EXCEPTION = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
 
 SMALL_BUCKETS_MB = 0.004
 """Less than the middle layer of a Classifier (6.25 kB in float32): several buckets, rebuilt after the first step."""

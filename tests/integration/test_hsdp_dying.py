@@ -16,12 +16,15 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_sparse.checkpointing import saving
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from tests.integration.hsdp_models import DRIFTS, GRADIENTS, STEPS, Sharded, data, run_ranks, whole_weights
-from tests.integration.models import assert_equal, quiet_trainer
+from tests.integration.models import HAS_SAVE_ON_EXCEPTION, assert_equal, quiet_trainer
 from tests.integration.test_dying_workers import GROUP_TIMEOUT, Failure
 from tests.integration.unwatched_workers import workers
 
 DIES_AT = 5
 in_both = pytest.mark.parametrize("kind", [GRADIENTS, DRIFTS])
+saves_on_exception = pytest.mark.skipif(
+    not HAS_SAVE_ON_EXCEPTION, reason="this Lightning's ModelCheckpoint has no save_on_exception"
+)
 
 
 class Mortal(Sharded):
@@ -158,6 +161,7 @@ def _train_and_raise(folder: str, kind: Any, is_folder: bool, is_alone: bool) ->
     train(folder, kind, failure, keeps_last=True, save_distributed_checkpoint=is_folder)
 
 
+@saves_on_exception
 @pytest.mark.full
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
 @in_both
@@ -173,6 +177,7 @@ def test_an_exception_on_a_single_rank_is_shown_and_saves_nothing(tmp_path: Path
     assert saved["global_step"] == 4
 
 
+@saves_on_exception
 @pytest.mark.full
 def test_an_exception_on_all_ranks_saves_a_checkpoint(tmp_path: Path) -> None:
     with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), DRIFTS, True, False) as started:

@@ -5,7 +5,6 @@ Every row injects faults into one training. ``tests.integration.fault_judge`` lo
 A row states its further expectations.
 """
 
-import inspect
 import itertools
 import random
 import tempfile
@@ -16,12 +15,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.integration.fault_judge import Judge, LocalJudge, Outcome
 from tests.integration.fault_points import AFTERWARDS, Fault, Point
 from tests.integration.fault_training import State, simulate
 from tests.integration.fault_workers import HANG, THRESHOLD, Case, trace
+from tests.integration.models import HAS_SAVE_ON_EXCEPTION
 
 pytestmark = [
     pytest.mark.xdist_group("interrupts"),  # the first row runs the trainings of all rows
@@ -30,7 +29,6 @@ pytestmark = [
 ]
 AT_A_TIME = 8
 """Number of concurrent trainings. Two cores are enough, because most workers wait for a missing worker."""
-HAS_SAVE_ON_EXCEPTION = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
 FIRST, LAST, ALL = "first", "last", "all"
 
 IN_BACKWARD = Point("step 2", "backward", 1)
