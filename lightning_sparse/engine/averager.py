@@ -12,8 +12,9 @@ from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.grouping import real_numel
-from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed
+from lightning_sparse.engine.grouping import local, real_numel
+from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed, unsent_norm, warn_of_forgotten
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
@@ -35,12 +36,14 @@ class Averager(ABC):
         forgets: whether unsent values are discarded, so that saved ones are lost.
         workers: the workers that exchange values.
         sparsifier: this averager's copy, with the calibrated λ after calibration.
+        residuals: unsent values, only of averagers of gradients.
         replica: the ranks among which a model is sharded; only this rank if it is not sharded.
         place: this rank and the number of ranks, as ``state_dict`` saves them.
     """
 
     kind: ClassVar[str]
     forgets = False
+    residuals: ResidualMemory
     replica = Workers(None, 0, 1)
     _advice_for_others = "begin without it"
     _parameters: Mapping[str, Tensor]
@@ -142,21 +145,35 @@ class Averager(ABC):
 
     # State.
 
-    @abstractmethod
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return the state from which this worker continues exactly.
+        """Return the state from which this worker continues exactly, as of the last optimizer step.
 
         Args:
-            workers: for a shared checkpoint, the group in which workers agree on its content. Collective if given.
+            workers: for a shared checkpoint, the group in which averagers of drifts agree on its content. These are
+                collective if it is given.
         """
+        snapshot = self._engine.snapshot(self._mark)
+        # Sorted, because bucket layouts may differ between workers in the first step.
+        snapshot.own["residual"] = dict(sorted(self.residuals.layers().items()))
+        return snapshot
 
-    @abstractmethod
     def restore(self, snapshot: Snapshot) -> None:
         """Replace all state by those parts of a snapshot that fit the model. Not collective."""
+        self.reset()
+        self._engine.restore(snapshot)
+        residuals = snapshot.own.get("residual", {})
+        if self.forgets:
+            warn_of_forgotten(unsent_norm([residuals]))
+            return
+        sizes = {name: real_numel(local(parameter)) for name, parameter in self.parameters.items()}
+        fitting = {name: residual for name, residual in residuals.items() if residual.numel() == sizes.get(name)}
+        self.residuals.load_state_dict(fitting)
 
-    @abstractmethod
     def reset(self) -> None:
         """Return to the state before the first step. Not collective."""
+        self._mark = None
+        self.residuals.load_state_dict({})
+        self._engine.reset()
 
     @property
     def progress(self) -> object:

@@ -110,7 +110,7 @@ class ShardExchange(Averager):
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
         self._marks: dict[int, tuple[list[bool], Tensor]] = {}
-        self._residuals = ResidualMemory(in_place=True)
+        self.residuals = ResidualMemory(in_place=True)
         self._take_in_new()
         trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
         warm_up_steps(self._engine, trained, has_unused=True)
@@ -180,7 +180,7 @@ class ShardExchange(Averager):
         self._taken |= new.keys()
 
     def _residual(self, bucket: ShardBucket) -> Residual:
-        return self._residuals.bucket(bucket.index, bucket.layout, local(bucket.parameters[0]))
+        return self.residuals.bucket(bucket.index, bucket.layout, local(bucket.parameters[0]))
 
     # Saved state.
 
@@ -191,25 +191,13 @@ class ShardExchange(Averager):
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this rank's state, with residuals of all laid-out parameters. Not collective."""
-        snapshot = self._engine.snapshot()
         for bucket in self._buckets:
             self._residual(bucket)  # new ones are zero
-        snapshot.own["residual"] = self._residuals.layers()
-        return snapshot
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by those parts of a snapshot that fit the model. Not collective."""
-        self.reset()
-        self._engine.restore(snapshot)
-        saved = snapshot.own.get("residual", {})
-        sizes = {name: real_numel(local(parameter)) for name, parameter in self._parameters.items()}
-        fitting = {name: residual for name, residual in saved.items() if residual.numel() == sizes.get(name)}
-        self._residuals.load_state_dict(fitting)
+        return super().snapshot(workers)
 
     def reset(self) -> None:
         """Return to the state before the first step."""
-        self._residuals.load_state_dict({})
-        self._engine.reset()
+        super().reset()
         self.is_exchanging = False
 
 

@@ -19,7 +19,7 @@ from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import weak_method
-from lightning_sparse.engine.snapshot import Snapshot, unsent_norm, warn_of_forgotten
+from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.save_barrier import SaveBarrier
@@ -129,8 +129,7 @@ class SparseState(Averager):
     def reset(self) -> None:
         """Return to the state before the first step."""
         self.pending_gradients.roll_back_all()
-        self.residuals.load_state_dict({})
-        self._engine.reset()
+        super().reset()
         self._rates.load_state_dict({})
         self._ddp_buckets.regroup_as([])
         self._bucket_names = []
@@ -138,26 +137,18 @@ class SparseState(Averager):
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return the state as of the last optimizer step. Not collective."""
-        snapshot = self._engine.snapshot(self._mark)
+        snapshot = super().snapshot(workers)
         if self.options.error_feedback == "learning_rate":
             snapshot.numbers["learning_rates"] = self._rates.state_dict()
-        # Sorted, because bucket layouts may differ between workers in the first step.
-        snapshot.own["residual"] = dict(sorted(self.residuals.layers().items()))
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
         """Replace all state by those parts of a snapshot that fit the model. Not collective."""
-        self.reset()
-        self._engine.restore(snapshot)
+        super().restore(snapshot)
         self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
         if snapshot.history.get("exchange"):  # missing with another number of workers, where sums differ anyway
             self._ddp_buckets.regroup_as(snapshot.numbers.get("layout", []))
         self._note_numbers()
-        residuals = snapshot.own.get("residual", {})
-        if self.forgets:
-            warn_of_forgotten(unsent_norm([residuals]))
-        else:
-            self.residuals.load_state_dict(residuals)
 
     @property
     def progress(self) -> object:

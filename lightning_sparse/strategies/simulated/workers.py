@@ -9,9 +9,7 @@ from torch import Tensor
 from lightning_sparse.engine import Averager, Engine, FlatBucket, warm_up_steps
 from lightning_sparse.engine.grouping import as_parameter, in_memory_order, require_strides
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.exchange.in_process import ThreadWorkers
-from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.selection.bucket import clip_norm
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
@@ -99,24 +97,6 @@ class SimulatedWorker(Averager):
         left_out = [(start, end) for name, start, end in layout.spans() if name not in gradients]
         is_last = index == len(self._layouts) - 1
         return FlatBucket(index, layout, flat, residual, is_last, left_out=left_out)
-
-    def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return this worker's state, without an exchange on which no optimizer has stepped. Not collective."""
-        snapshot = self._engine.snapshot(self._mark)
-        snapshot.own["residual"] = self.residuals.layers()
-        return snapshot
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by a snapshot of simulated workers or of processes."""
-        self.reset()
-        self._engine.restore(snapshot)
-        self.residuals.load_state_dict(snapshot.own.get("residual", {}))
-
-    def reset(self) -> None:
-        """Return to the state before the first step."""
-        self._mark = None
-        self.residuals.load_state_dict({})
-        self._engine.reset()
 
 
 class SimulatedWorkers(ThreadWorkers):
