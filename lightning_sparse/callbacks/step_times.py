@@ -5,7 +5,8 @@ from collections import deque
 from statistics import median
 from time import perf_counter
 
-from lightning_sparse.engine import Averager, StepStats
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.step_stats import StepStats
 
 MOST_STEPS = 1000
 """Number of newest steps of each kind in a median."""

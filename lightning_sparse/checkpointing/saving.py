@@ -27,13 +27,13 @@ from lightning_sparse.checkpointing.content import (
     WorkerState,
     warn_of_incomplete,
 )
-from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients import SparseState
 from lightning_sparse.gradients.shard_exchange import ShardExchange
+from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.selection.numbers import squared_norm
 
 PATIENCE = 300.0

@@ -19,7 +19,7 @@ from lightning_sparse.drift.anchor import (
 )
 from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, ignored_names
-from lightning_sparse.engine import Engine
+from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.exchange.workers import Workers

@@ -7,8 +7,8 @@ the optimizer steps on shards. Between replicas, the ranks that hold the same sh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_sparse.drift import DriftOptions, SparseModelAverager
-from lightning_sparse.drift.averager import checked, drift_settings
+from lightning_sparse.drift.averager import SparseModelAverager, checked, drift_settings
+from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 

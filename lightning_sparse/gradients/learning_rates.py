@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import FlatBucket
-from lightning_sparse.selection.bucket import Residual
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 
 
 def learning_rates_of(optimizers: Sequence[Optimizer]) -> dict[Tensor, float]:

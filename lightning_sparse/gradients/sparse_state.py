@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import Engine, FlatBucket
 from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.snapshot import Snapshot
@@ -28,7 +28,7 @@ from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets, 
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.pending_gradients import PendingGradients
-from lightning_sparse.selection.bucket import clip_norm
+from lightning_sparse.selection.bucket import FlatBucket, clip_norm
 from lightning_sparse.sparsifiers import Sparsifier
 
 
@@ -97,7 +97,7 @@ class SparseState(Averager):
         self.pending_gradients.on_drop.append(weak_method(self._report_dropped))
 
     def warm_up(self, *, is_scaled: bool) -> None:
-        """Compile the kernels of all steps; see ``lightning_sparse.engine.warm_up_steps``."""
+        """Compile the kernels of all steps; see ``lightning_sparse.engine.warmup``."""
         warm_up_steps(self._engine, self._parameters, is_scaled=is_scaled, has_unused=self._use.allows_unused)
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch.optim import Optimizer
 
-from lightning_sparse.engine import StepStats
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.density_control import share_of_layer
+from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY

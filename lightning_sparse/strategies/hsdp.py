@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver
 from lightning_sparse.gradients.options import ExchangeOptions

@@ -22,7 +22,8 @@ from lightning_sparse.checkpointing.saving import (
     is_in_trouble,
     why_not_together,
 )
-from lightning_sparse.drift import DriftOptions, SparseModelAverager
+from lightning_sparse.drift.averager import SparseModelAverager
+from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange.agreement import require_agreement

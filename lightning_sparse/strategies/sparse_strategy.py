@@ -16,7 +16,7 @@ from lightning_sparse.checkpointing.content import KEY, WorkerState
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.drift.options import DriftOptions
-from lightning_sparse.engine import Averager
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import sealed
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier

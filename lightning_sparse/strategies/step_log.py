@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 
-from lightning_sparse.engine import Averager, StepStats
-from lightning_sparse.engine.step_stats import of_exchanges
+from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.step_stats import StepStats, of_exchanges
 from lightning_sparse.selection.numbers import STEP_NUMBERS
 
 MOST_UNLOGGED = 256

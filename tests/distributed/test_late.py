@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lightning_sparse import HardThreshold, TopK
-from lightning_sparse.engine import Engine, FlatBucket
+from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange import exchange
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.selection.bucket import Residual
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers import LayerLayout
 from tests.workers import on_workers
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from lightning_sparse.checkpointing import saving, whole_files
-from lightning_sparse.drift import SparseModelAverager
+from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine import Engine
+from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.saving import collect_here
-from lightning_sparse.engine import Averager
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.gradients.options import ExchangeOptions
