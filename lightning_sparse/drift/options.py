@@ -44,6 +44,8 @@ class DriftOptions(TransportOptions):
     outer_learning_rate: float = 1.0
     outer_optimizer: OuterOptimizer | None = None
     overlap: bool = False
+    why_no_overshoot = "for drifts, where it would move a worker's own weights back"
+    why_no_sparse_sums = "for drifts, where the sums of all workers would stay in a worker's own weights"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,16 +75,6 @@ class DriftOptions(TransportOptions):
                 f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
-
-    @property
-    def why_no_overshoot(self) -> str | None:
-        """See ``TransportOptions``."""
-        return "for drifts, where it would move a worker's own weights back"
-
-    @property
-    def why_no_sparse_sums(self) -> str | None:
-        """See ``TransportOptions``."""
-        return "for drifts, where the sums of all workers would stay in a worker's own weights"
 
     def settings(self) -> dict[str, object]:
         """Return plain values of the options that must be equal on all workers."""

@@ -1,7 +1,7 @@
 """Options of every exchange, for gradients and drifts, checked at construction."""
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import ClassVar, get_args
 
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.routes.cost_model import require_link
@@ -38,29 +38,25 @@ class TransportOptions:
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
     link_gbit_s: float | None = None
-
-    @property
-    def why_no_overshoot(self) -> str | None:
-        """The reason why sent values must not exceed the residual, None if they may."""
-        return None
-
-    @property
-    def why_no_sparse_sums(self) -> str | None:
-        """The reason why small sums must not stay with a worker, None if they may."""
-        return None if self.keeps_rest else "with error_feedback='none', which would lose small sums"
+    why_no_overshoot: ClassVar[str | None] = None
+    """The reason why sent values must not exceed the residual, None if they may."""
+    why_no_sparse_sums: ClassVar[str | None] = None
+    """The reason why small sums must not stay with a worker, None if they may."""
 
     def require(self, sparsifier: Sparsifier) -> None:
         """Raise ValueError if these options do not support the sparsifier's values."""
         require_wire(sparsifier, self.value_dtype)
         overshoot = getattr(sparsifier, "overshoot", 0.0)
-        if overshoot and self.why_no_overshoot is not None:
-            raise ValueError(f"Got {overshoot=} {self.why_no_overshoot}. Use overshoot=0.")
-        if self.exchange == "sparse_sums":
-            reason = self.why_no_sparse_sums
-            if reason is None and not isinstance(sparsifier, HardThreshold):
-                reason = f"with {type(sparsifier).__name__}, which has no threshold for sums; it needs a HardThreshold"
-            if reason is not None:
-                raise ValueError(f"Got exchange='sparse_sums' {reason}. Use exchange='auto'.")
+        no_overshoot, no_sums = self.why_no_overshoot, self.why_no_sparse_sums
+        if not self.keeps_rest:
+            no_overshoot = "with error_feedback='none', which would enlarge every sent value for good"
+            no_sums = "with error_feedback='none', which would lose small sums"
+        elif no_sums is None and not isinstance(sparsifier, HardThreshold):
+            no_sums = f"with {type(sparsifier).__name__}, which has no threshold for sums; it needs a HardThreshold"
+        if overshoot and no_overshoot is not None:
+            raise ValueError(f"Got {overshoot=} {no_overshoot}. Use overshoot=0.")
+        if self.exchange == "sparse_sums" and no_sums is not None:
+            raise ValueError(f"Got exchange='sparse_sums' {no_sums}. Use exchange='auto'.")
 
     @property
     def keeps_rest(self) -> bool:

@@ -36,11 +36,6 @@ class ExchangeOptions(TransportOptions):
             raise ValueError(f"Invalid local_clip_norm={norm!r}. Must be a finite number above 0, or None to not clip.")
 
     @property
-    def why_no_overshoot(self) -> str | None:
-        """See ``TransportOptions``. Without a residual, later values do not correct the overshoot."""
-        return None if self.keeps_rest else "with error_feedback='none', which would enlarge every sent value for good"
-
-    @property
     def keeps_rest(self) -> bool:
         """Whether unsent values stay in the residual."""
         return self.error_feedback != "none"
