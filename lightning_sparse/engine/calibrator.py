@@ -1,6 +1,7 @@
 """Sets λ of a hard threshold during training from the target density."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import isinf
 from typing import Any
 
@@ -42,11 +43,10 @@ class Calibrator:
         self._controls: dict[str, DensityControl] = {}  # by layer, "" is the model
         self._open: StepStats | None = None
         self._observed_steps = 0
-        if self._sparsifier is not None and self._sparsifier.density is not None:
-            self._sparsifier.forget_calibration()
-            self._running = ThresholdCalibration(
-                self._sparsifier.density, self._sparsifier.calibration_steps, overshoot=self._sparsifier.overshoot
-            )
+        sparsifier = self._sparsifier
+        if sparsifier is not None and sparsifier.density is not None:
+            sparsifier.forget_calibration()
+            self._running = ThresholdCalibration(sparsifier.density, sparsifier.calibration_steps, sparsifier.overshoot)
 
     @property
     def is_running(self) -> bool:
@@ -151,7 +151,7 @@ class Calibrator:
         return {
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
             "layer_thresholds": {} if self._sparsifier is None else dict(self._sparsifier.of_layers),
-            "calibration": None if self._running is None else self._running.state_dict(),
+            "calibration": None if self._running is None else dict(vars(self._running)),
             "controls": {name: dict(vars(control)) for name, control in self._controls.items()},
         }
 
@@ -164,4 +164,4 @@ class Calibrator:
             self._running = None
             self._controls = {name: DensityControl(**control) for name, control in saved["controls"].items()}
         elif self._running is not None and saved["calibration"] is not None:
-            self._running.load_state_dict(saved["calibration"])
+            self._running = replace(self._running, **saved["calibration"])

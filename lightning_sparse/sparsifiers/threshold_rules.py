@@ -1,5 +1,6 @@
 """λ from a density: the paper's rule, and calibration on the gradients of the first steps."""
 
+from dataclasses import dataclass
 from math import isfinite, sqrt
 
 from lightning_sparse.sparsifiers.protocol import require_count, require_density
@@ -31,6 +32,7 @@ def paper_threshold(density: float, num_elements: int) -> float:
     return 1 / (2 * sqrt(density * num_elements))
 
 
+@dataclass
 class ThresholdCalibration:
     """Measures E‖g‖² over the first steps and turns a density into λ = sqrt(E‖g‖² / (density · d)).
 
@@ -43,43 +45,37 @@ class ThresholdCalibration:
         density: the density to aim at, in (0, 1].
         steps: the largest number of steps to average over; fewer if the mean is stable earlier.
         overshoot: κ of the hard threshold, with which the density is E‖g‖² / (λ² d (1 − κ²)).
+        measured_steps: the number of observed norms.
+        sum: Σ_t ‖g_t‖² of these.
+        sum_of_squares: Σ_t ‖g_t‖⁴ of these.
     """
 
-    def __init__(self, density: float, steps: int, *, overshoot: float = 0.0) -> None:
-        self.density = density
-        self._overshoot = overshoot
-        self.steps = steps
-        self.measured_steps = 0
-        self._sum = self._sum_of_squares = 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        """Returns the measurement so far."""
-        return {"measured_steps": self.measured_steps, "sum": self._sum, "sum_of_squares": self._sum_of_squares}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continues a measurement."""
-        self.measured_steps, self._sum = int(state["measured_steps"]), state["sum"]
-        self._sum_of_squares = state["sum_of_squares"]
+    density: float
+    steps: int
+    overshoot: float = 0.0
+    measured_steps: int = 0
+    sum: float = 0.0
+    sum_of_squares: float = 0.0
 
     def observe(self, squared_gradient_norm: float) -> None:
         """Adds a step's (1/n) Σ_i ‖g_i‖² (gradient units squared), unless it is NaN or infinite."""
         if isfinite(squared_gradient_norm):
             self.measured_steps += 1
-            self._sum += squared_gradient_norm
-            self._sum_of_squares += squared_gradient_norm * squared_gradient_norm  # ** raises on overflow
+            self.sum += squared_gradient_norm
+            self.sum_of_squares += squared_gradient_norm * squared_gradient_norm  # ** raises on overflow
 
     @property
     def is_complete(self) -> bool:
         """Whether enough steps were measured, at least one of them with a nonzero gradient."""
-        return self._sum > 0 and (self.measured_steps >= self.steps or self._is_stable())
+        return self.sum > 0 and (self.measured_steps >= self.steps or self._is_stable())
 
     def _is_stable(self) -> bool:
-        steps, mean = self.measured_steps, self._sum / self.measured_steps
+        steps, mean = self.measured_steps, self.sum / self.measured_steps
         if steps < FEWEST_STEPS:
             return False
-        variance = max(0.0, self._sum_of_squares / steps - mean**2) * steps / (steps - 1)
+        variance = max(0.0, self.sum_of_squares / steps - mean**2) * steps / (steps - 1)
         return variance / steps <= (STABLE * mean) ** 2
 
     def threshold(self, num_elements: int) -> float:
         """Returns λ in gradient units, for a model of d = num_elements, once the calibration is complete."""
-        return sqrt(self._sum / self.measured_steps / (self.density * num_elements * (1 - self._overshoot**2)))
+        return sqrt(self.sum / self.measured_steps / (self.density * num_elements * (1 - self.overshoot**2)))
