@@ -118,8 +118,9 @@ class HardThreshold(MarkingSparsifier):
             raise ValueError(f"Invalid {overshoot=}. Must be within [0, 1); 0.5 sends 1.5 λ where p is λ.")
         if density == 1:
             threshold, density = 0.0, None  # no calibration
-        self.threshold = threshold
-        self.density = density
+        # A checkpoint must not hold NumPy's numbers, which torch.load(weights_only=True) rejects.
+        self.threshold = None if threshold is None else float(threshold)
+        self.density = None if density is None else float(density)
         self.calibration_steps = calibration_steps
         self.layer_thresholds = dict(layer_thresholds or {})
         self.granularity = granularity
@@ -171,7 +172,7 @@ class HardThreshold(MarkingSparsifier):
             ValueError: a threshold that is negative, NaN or infinite.
         """
         _check_threshold("threshold", threshold)
-        self._fix(threshold, {})
+        self._fix(float(threshold), {})
 
     def fix_layers(self, thresholds: Mapping[str, float]) -> None:
         """Sets λ of single layers by name; all other layers get the largest of them."""

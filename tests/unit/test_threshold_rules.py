@@ -1,6 +1,7 @@
 import dataclasses
 from math import isfinite, sqrt
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,16 @@ def test_calibration_ends_when_the_standard_error_is_a_fifth_of_the_mean(norms, 
         assert calibration.is_complete == is_known
         ended = ended or (step if calibration.is_complete else None)
     assert ended == needed
+
+
+@pytest.mark.parametrize("given", [{"threshold": np.float64(0.5)}, {"density": np.float64(0.01)}])
+def test_numpys_numbers_become_pythons_numbers(given):
+    calibrator = Calibrator(HardThreshold(calibration_steps=1, **given), speaks=False, keeps_rest=True)
+    for _ in range(2):
+        calibrator.observe(StepStats(0, 2, 100, 200, 1.0, 4.0, 0, 400, 400))
+    assert "np." not in repr(calibrator.state_dict())
+    calibrator.set_threshold(np.float64(2.0))
+    assert "np." not in repr(calibrator.state_dict())
 
 
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
