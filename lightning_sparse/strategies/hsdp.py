@@ -98,7 +98,7 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     applies to the whole model, or to a whole layer; a number of coordinates, as in `TopK`, applies to each shard.
 
     Attributes:
-        state: the `ShardModelAverager` of the running or last ``fit``, None before; also called ``averager``.
+        state: the `ShardModelAverager` of the running or last ``fit``, None before.
     """
 
     state: ShardModelAverager | None

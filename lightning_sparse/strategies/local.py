@@ -47,11 +47,6 @@ class LocalTraining(SparseStrategy):
         self._options = self._taken(DriftOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
 
-    @property
-    def averager(self) -> SparseModelAverager | None:
-        """The averager of the running or last ``fit``, None before; also called ``state``."""
-        return self.state
-
     @override
     def _follow(self, state: Any) -> None:
         self._has_ended = False
@@ -163,7 +158,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
             ``DDPStrategy``. Arguments for DDP's own exchange are rejected.
 
     Attributes:
-        state: the `SparseModelAverager` of the running or last ``fit``, None before; also called ``averager``.
+        state: the `SparseModelAverager` of the running or last ``fit``, None before.
     """
 
     _lightning_arguments = process_group_arguments

@@ -381,7 +381,7 @@ class ExchangeAborter(Callback):
 
     def on_exception(self, trainer: Any, *_: Any) -> None:
         if isinstance(trainer.strategy, DRIFTS):
-            self.anchor = trainer.strategy.averager.anchor()["network.0.weight"].clone()
+            self.anchor = trainer.strategy.state.anchor()["network.0.weight"].clone()
         trainer.save_checkpoint(self.path)
 
 

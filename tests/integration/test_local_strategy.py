@@ -76,7 +76,7 @@ def test_several_optimizers_and_manual_optimization() -> None:
     trainer, model = local_trainer(every_n_steps=2, max_steps=12), TwoPlayers()
     trainer.fit(model, data())
     assert trainer.global_step == 12
-    assert trainer.strategy.averager.last_step.step == 5
+    assert trainer.strategy.state.last_step.step == 5
     assert_equal(*of_all_workers(clones(model.named_parameters())))
 
 
@@ -100,7 +100,7 @@ def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
     """Fits, then tests; returns the weights during both, after the fit and after the test."""
     seen: dict[str, Any] = {"trained": [], "validated": [], "tested": [], "steps": []}
     observer = LambdaCallback(
-        on_train_start=lambda trainer, _: trainer.strategy.averager.subscribe(seen["steps"].append),
+        on_train_start=lambda trainer, _: trainer.strategy.state.subscribe(seen["steps"].append),
         on_train_batch_end=lambda _, module, *__: seen["trained"].append(flat(module)),
         on_validation_batch_start=lambda _, module, *__: seen["validated"].append(flat(module)),
         on_test_batch_start=lambda _, module, *__: seen["tested"].append(flat(module)),

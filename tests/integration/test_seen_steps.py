@@ -80,7 +80,7 @@ def test_steps_that_bypass_lightning_cause_the_same_exchanges(every_n_steps: int
     for how in ("Lightning's", "torch's", "in backward"):
         model, trainer = Manual(how), local_trainer(every_n_steps=every_n_steps)
         trainer.fit(model, data())
-        assert trainer.strategy.averager.num_steps == 8, how
+        assert trainer.strategy.state.num_steps == 8, how
         if how == "Lightning's":
             expected, _ = of_all_workers(clones(model.named_parameters()))
         assert_equal(dict(model.named_parameters()), expected, how)
