@@ -36,6 +36,7 @@ from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
+from lightning_sparse.sparsifiers.protocol import describe
 
 
 class SparseModelAverager(Averager):
@@ -119,6 +120,7 @@ class SparseModelAverager(Averager):
         empty = {name: local(weight).new_empty(0, dtype=kept_dtype(weight)) for name, weight in weights.items()}
         warm_up_steps(self._engine, empty)
         self.exchange = DriftExchange(module, self._engine, self.options, self.replica)
+        self._parameters = self.exchange.anchored  # later also unfrozen ones
         self.shared = SharedWeights(module, self.exchange, self.workers)
         self.num_steps = 0
         self.observed_steps = ObservedSteps(module.parameters(), self.shared)
@@ -127,11 +129,6 @@ class SparseModelAverager(Averager):
     def parameters(self) -> Mapping[str, Tensor]:
         """The module's parameters by name."""
         return dict(self._module.named_parameters())
-
-    @property
-    def parameter_sizes(self) -> dict[str, int]:
-        """The real numbers that this worker exchanges per parameter."""
-        return {name: real_numel(local(parameter)) for name, parameter in self.exchange.anchored.items()}
 
     @property
     def is_exchanging(self) -> bool:
@@ -291,5 +288,5 @@ def drift_settings(
     module: nn.Module, sparsifier: Sparsifier, options: DriftOptions, per_layer_stats: bool
 ) -> dict[str, Any]:
     """Return plain values of the settings that must be equal on all workers."""
-    settings = sparsifier.settings() | options.settings() | {"per_layer_stats": per_layer_stats}
-    return parameter_settings(module) | settings
+    settings = sparsifier.settings() | vars(options) | {"outer_optimizer": describe(options.outer_optimizer)}
+    return parameter_settings(module) | settings | {"per_layer_stats": per_layer_stats}

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.transport_options import TransportOptions
-from lightning_sparse.sparsifiers.protocol import describe, is_number, require_count
+from lightning_sparse.sparsifiers.protocol import is_number, require_count
 
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -75,7 +75,3 @@ class DriftOptions(TransportOptions):
                 f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
-
-    def settings(self) -> dict[str, object]:
-        """Return plain values of the options that must be equal on all workers."""
-        return vars(self) | {"outer_optimizer": describe(self.outer_optimizer)}

@@ -65,7 +65,7 @@ class Averager(ABC):
     @property
     def parameter_sizes(self) -> dict[str, int]:
         """The real numbers that this worker exchanges per parameter, two for a complex element."""
-        return {name: real_numel(parameter) for name, parameter in self.parameters.items()}
+        return {name: real_numel(local(parameter)) for name, parameter in self._parameters.items()}
 
     @property
     def num_elements(self) -> int:
