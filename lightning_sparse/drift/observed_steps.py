@@ -1,14 +1,13 @@
 """Observes optimizer steps on an averaged module and calls of ``averager.step()``."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, changes_weights
+from lightning_sparse.engine.optimizer_steps import StepObserver, changes_weights
 
 MOST_UNSEEN = 20
 """Steps of an optimizer without a call of ``averager.step()`` before a warning."""
@@ -20,60 +19,45 @@ LOST_STEP = (
 )
 
 
-class ObservedSteps:
-    """Rejects lost steps, and notifies a strategy or warns about missing calls.
+class ObservedSteps(StepObserver):
+    """Rejects lost steps, and warns about missing calls unless a strategy calls ``averager.step()`` in ``on_step``.
 
     Args:
         observed: the parameters.
         shared: knows whether the module has the mean of all workers' weights.
-
-    Attributes:
-        on_step: called after each step if a strategy calls ``averager.step()``; None if the loop calls it.
     """
 
     def __init__(self, observed: Iterable[Tensor], shared: SharedWeights) -> None:
-        self.on_step: Callable[[], None] | None = None
+        super().__init__(observed, "local-training")
         self._shared = shared
         self._steps_since_call: Counter[int] = Counter()
         self._calls = self._idle_calls = self._steps = 0
-        self._has_warned = False
-        self._observer = StepObserver(observed, self._before, self._after)
 
-    def close(self) -> None:
-        """Stop observing steps."""
-        self._observer.close()
-
-    def _before(self, optimizer: Optimizer, _: Arguments) -> None:
+    def _before(self, optimizer: Optimizer) -> None:
         if self._shared.is_shown and changes_weights(optimizer):
             raise RuntimeError(LOST_STEP)
 
     def _after(self, optimizer: Optimizer) -> None:
-        if self.on_step is not None:
-            self.on_step()
-            return
-        if not changes_weights(optimizer):
+        if self.on_step is not None or not changes_weights(optimizer):
             return
         self._steps += 1
         self._steps_since_call[id(optimizer)] += 1
         if self._steps_since_call[id(optimizer)] == MOST_UNSEEN:
             self._warn(
+                "calls",
                 f"{type(optimizer).__name__} took {MOST_UNSEEN} steps without a call of averager.step(), so workers "
-                "exchange nothing and their weights differ. Call it after each optimizer step"
+                "exchange nothing and their weights differ. Call it after each optimizer step",
             )
 
     def averager_stepped(self) -> None:
         """Count a call of ``averager.step()``, and warn if many follow no optimizer step."""
-        self._observer.forget()
+        self.forget()
         self._calls += 1
         self._idle_calls += self._steps > 0 and not self._steps_since_call
         self._steps_since_call.clear()
         if self._calls >= ENOUGH_CALLS and 5 * self._idle_calls >= 2 * self._calls:
             self._warn(
+                "calls",
                 f"averager.step() was called {self._calls} times for {self._steps} optimizer steps, and every_n_steps "
-                "counts calls. Call it once after each optimizer step"
+                "counts calls. Call it once after each optimizer step",
             )
-
-    def _warn(self, text: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(f"lightning_sparse: {text}. See docs/local-training.md.")

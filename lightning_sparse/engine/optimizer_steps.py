@@ -5,10 +5,12 @@ are weak references, and the hooks stay until the last observer is closed.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -76,29 +78,46 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class StepObserver:
-    """Calls methods before and after each optimizer step on given parameters.
+class StepObserver(ABC):
+    """Observes each optimizer step on given parameters.
 
     An optimizer that wraps another (Lookahead, SAM) counts as one optimizer. Steps inside a backward, by hooks of
     single parameters, count together as one step when this backward ends.
 
     Args:
         observed: the parameters, which the caller keeps alive.
-        before: a method, called with optimizer and arguments; may return other arguments. Its object is not kept alive.
-        after: a method, called with the optimizer; inside a backward only once, at its end, with the first optimizer.
+        page: the page of the documentation that warnings name.
+
+    Attributes:
+        on_begin: a strategy's function, called before each step with optimizer and arguments; may return other
+            arguments.
+        on_step: a strategy's function, called after each step.
     """
 
-    def __init__(
-        self,
-        observed: Iterable[Tensor],
-        before: Callable[[Optimizer, Arguments], Arguments | None],
-        after: Callable[[Optimizer], None],
-    ) -> None:
+    on_begin: Callable[[Optimizer, Arguments], Arguments | None] | None = None
+    on_step: Callable[[], None] | None = None
+
+    def __init__(self, observed: Iterable[Tensor], page: str) -> None:
         self._ids = set(map(id, observed))
-        self._before, self._after = weak_method(before), weak_method(after)
+        self._page = page
+        self._warned: set[str] = set()
         self._outer: Optimizer | None = None
         self._awaited_backward = -1
         follow_steps(self)
+
+    @abstractmethod
+    def _before(self, optimizer: Optimizer) -> None:
+        """Check a step that begins, before ``on_begin``."""
+
+    @abstractmethod
+    def _after(self, optimizer: Optimizer) -> None:
+        """Check a step that has ended, before ``on_step``. Inside a backward, this is the first optimizer."""
+
+    def _warn(self, problem: str, text: str) -> None:
+        """Warn of a problem once."""
+        if problem not in self._warned:
+            self._warned.add(problem)
+            rank_zero_warn(f"lightning_sparse: {text}. See docs/{self._page}.md.")
 
     def close(self) -> None:
         """Stop observing steps."""
@@ -114,8 +133,8 @@ class StepObserver:
         if is_inner or self._ids.isdisjoint(stepped):
             return None
         self._outer = optimizer
-        changed: Arguments | None = self._before(optimizer, arguments)
-        return changed
+        self._before(optimizer)
+        return None if self.on_begin is None else self.on_begin(optimizer, arguments)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._outer is not optimizer:
@@ -123,10 +142,15 @@ class StepObserver:
         self._outer = None
         backward = torch._C._current_graph_task_id()
         if backward == -1:
-            self._after(optimizer)
+            self._end(optimizer)
         elif backward != self._awaited_backward:
             self._awaited_backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._after(optimizer))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(optimizer))
+
+    def _end(self, optimizer: Optimizer) -> None:
+        self._after(optimizer)
+        if self.on_step is not None:
+            self.on_step()
 
 
 class UnexchangedParameters:

@@ -76,7 +76,7 @@ class ShardExchange(Averager):
         replica: the ranks that hold this rank's replica.
         device: the device of this rank.
         own_group: the process group in which gradients are exchanged.
-        steps: observes optimizers of these parameters.
+        observed_steps: the steps of optimizers on these parameters.
     """
 
     kind = "gradients"
@@ -108,7 +108,7 @@ class ShardExchange(Averager):
         self._is_closed = False
         self.place = sharding.place
         self._parameters = named
-        self._steps = StepsOnAverages(module, named.values())
+        self.observed_steps = StepsOnAverages(module, named.values())
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
         self._marks: dict[int, tuple[list[bool], Tensor]] = {}
@@ -120,7 +120,7 @@ class ShardExchange(Averager):
     def close(self) -> None:
         """Destroy the process groups of this exchange, except those that other exchanges share."""
         self._is_closed = True
-        self._steps.close()
+        self.observed_steps.close()
         self._engine.exchange.close()
         self.own_group.close()
 
@@ -142,7 +142,7 @@ class ShardExchange(Averager):
         if self._is_closed:
             raise RuntimeError("The exchange was closed, so gradients would differ between replicas. Make a new one.")
         chosen = set(map(id, self._parameters.values() if parameters is None else parameters))
-        self._steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
+        self.observed_steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
         self.is_exchanging = True
         self._take_in_new()
         self._engine.begin()
@@ -163,7 +163,7 @@ class ShardExchange(Averager):
         self._engine.add_all(departing())
         notes = self._engine.finish() if flight else []
         for bucket, flat, marks in zip(self._buckets, flight, notes, strict=True):
-            self._steps.averaged(bucket.give_back(flat.average, marks.any(0).tolist()))
+            self.observed_steps.averaged(bucket.give_back(flat.average, marks.any(0).tolist()))
         if flight:
             self._engine.account()
         self.is_exchanging = False

@@ -2,31 +2,24 @@
 
 from collections.abc import Collection, Iterable
 
-from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, changes_weights
+from lightning_sparse.engine.optimizer_steps import StepObserver, UnexchangedParameters, changes_weights
 
 MOST_EMPTY_CALLS = 20
 """Consecutive calls without a gradient before the warning."""
 
 
-class StepsOnAverages:
+class StepsOnAverages(StepObserver):
     """Warns once about a misplaced or repeated call of ``average_gradients``."""
 
     def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:
-        self._ids = set(map(id, parameters))
+        super().__init__(parameters, "big-models")
         self._unexchanged = UnexchangedParameters(module, parameters)
         self._averaged: dict[int, tuple[int, int]] = {}
-        self._said: set[str] = set()
         self._empty_calls = 0
-        self._observer = StepObserver(parameters, self._before, self._after)
-
-    def close(self) -> None:
-        """Stop observing steps."""
-        self._observer.close()
 
     def require_new(self, parameters: Iterable[Tensor]) -> None:
         """Warn if there are no gradients, or all were averaged since the last backward.
@@ -40,20 +33,22 @@ class StepsOnAverages:
             self._require_exchanged(self._unexchanged.first_with_gradient())
         if self._empty_calls == MOST_EMPTY_CALLS:
             self._warn(
+                "no gradients",
                 f"average_gradients() found no gradients in {MOST_EMPTY_CALLS} calls. Call it after backward() and "
-                "before zero_grad()"
+                "before zero_grad()",
             )
         if marks and marks.items() <= self._averaged.items():
             self._warn(
+                "called twice",
                 "average_gradients() was called twice for the same gradients. The second call sends them again and "
-                "delays the rest. Call it once per optimizer step"
+                "delays the rest. Call it once per optimizer step",
             )
 
     def averaged(self, parameters: Iterable[Tensor]) -> None:
         """Record the parameters whose gradients have just been averaged."""
         self._averaged |= _marks_of(parameters)
 
-    def _before(self, optimizer: Optimizer, _: Arguments) -> None:
+    def _before(self, optimizer: Optimizer) -> None:
         self._require_exchanged(self._unexchanged.first_of(optimizer))
 
     def _require_exchanged(self, name: str | None) -> None:
@@ -69,16 +64,12 @@ class StepsOnAverages:
         missing = sum(weight.grad is not None and id(weight) not in self._averaged for weight in weights)
         if missing and changes_weights(optimizer):
             self._warn(
+                "not averaged",
                 f"{type(optimizer).__name__} stepped on {missing} gradients that average_gradients() had not averaged, "
-                "so replicas differ. Call it after the last backward, before optimizer.step() and zero_grad()"
+                "so replicas differ. Call it after the last backward, before optimizer.step() and zero_grad()",
             )
         for weight in weights:
             self._averaged.pop(id(weight), None)
-
-    def _warn(self, text: str) -> None:
-        if text[:40] not in self._said:
-            self._said.add(text[:40])
-            rank_zero_warn(f"lightning_sparse: {text}. See docs/big-models.md.")
 
 
 def _marks_of(parameters: Iterable[Tensor]) -> dict[int, tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver
+from lightning_sparse.engine.optimizer_steps import Arguments, weak_method
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.sparsifiers import Sparsifier
@@ -41,7 +41,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
     _options: ExchangeOptions
     _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"
-    _observer: StepObserver | None = None
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(ExchangeOptions, kwargs)
@@ -50,14 +49,8 @@ class SparseHSDPStrategy(ReplicaStrategy):
     @override
     def _follow(self, state: Any) -> None:
         super()._follow(state)
-        self._observer = StepObserver(state.parameters.values(), self._before_any_step, self._after_any_step)
-
-    @override
-    def teardown(self) -> None:
-        if self._observer is not None:
-            self._observer.close()
-            self._observer = None
-        super().teardown()
+        state.observed_steps.on_begin = weak_method(self._before_any_step)
+        state.observed_steps.on_step = weak_method(self._after_any_step)
 
     # Gradients are exchanged after backward, before clipping and the optimizer step.
 

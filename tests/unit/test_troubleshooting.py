@@ -47,8 +47,7 @@ def strings_of(package: Path) -> list[str]:
 MESSENGERS = {"rank_zero_warn", "rank_zero_info", "_warn", "_report", "ValueError", "TypeError", "RuntimeError"}
 """Functions and exceptions whose longest string is a message to the user. `DamagedStateError` has its own entry."""
 WITHOUT_ENTRY = {
-    "lightning_sparse: …. See docs/local-training.md.": "a frame of messages that have entries",
-    "lightning_sparse: …. See docs/big-models.md.": "a frame of messages that have entries",
+    "lightning_sparse: …. See docs/….md.": "a frame of messages that have entries",
     "Got …=…. ….": "a frame of messages that have entries",
     "Exchange … failed: …": "a frame of messages that have entries",
     "Got … names for … sizes. Give one size per name.": "an internal check",
