@@ -44,7 +44,7 @@ class DensityMonitor(StepMonitor):
         image_columns: the width of the image in columns, at least 2; in a longer run, a column is a mean of steps.
 
     Raises:
-        ValueError: too few columns.
+        ValueError: too few columns, or ``per_layer`` is not True or False.
     """
 
     def __init__(self, per_layer: bool = True, image_columns: int = 200) -> None:

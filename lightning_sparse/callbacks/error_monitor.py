@@ -35,6 +35,9 @@ class ErrorMonitor(StepMonitor):
         per_layer: whether to follow single layers; each step then sends two more numbers per layer.
         histograms_every_n_steps: the number of steps from one set of histograms to the next, each of the first exchange
             from that step on; None for no histograms. Other steps cost nothing.
+
+    Raises:
+        ValueError: ``per_layer`` is not True or False, or the number of steps is not at least 1.
     """
 
     def __init__(self, per_layer: bool = False, histograms_every_n_steps: int | None = None) -> None:

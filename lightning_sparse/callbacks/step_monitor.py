@@ -27,6 +27,8 @@ class StepMonitor(Callback):
     """
 
     def __init__(self, per_layer: bool, name: str, total: Metric) -> None:
+        if not isinstance(per_layer, bool):
+            raise ValueError(f"Invalid {per_layer=}. Must be True or False.")
         self.per_layer = per_layer
         self._name, self._total = name, total
         total.persistent(True)
