@@ -13,7 +13,7 @@ import os
 import platform
 import socket
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from statistics import median
 from time import perf_counter
 
@@ -68,16 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def describe_machine() -> list[str]:
     """Return the lines of a description of this machine."""
-    versions = {name: _version_of(name) for name in ("torch", "lightning", "torchmetrics", "triton", "matplotlib")}
+    installed = {package.name: package.version for package in distributions()}
+    packages = ("torch", "lightning", "torchmetrics", "triton", "matplotlib")
+    versions = ", ".join(f"{name} {installed.get(name, '(not installed)')}" for name in packages)
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     gpus = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     lines = [
         f"lightning_sparse {__version__}",
-        f"  Python {platform.python_version()}, " + ", ".join(f"{name} {number}" for name, number in versions.items()),
+        f"  Python {platform.python_version()}, {versions}",
         f"  {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads each",
         f"  GPUs: {', '.join(gpus) or 'none'}",
         f"  host {socket.gethostname()}: {_address()}",
         *(f"  {name}={os.environ[name]}" for name in INTERFACES if name in os.environ),
-        f"  process groups: {', '.join(_backends()) or 'none'}",
+        f"  process groups: {', '.join(backends) or 'none'}",
     ]
     if gpus:
         lines.append(
@@ -131,13 +134,6 @@ def _all_reduce_seconds(tensor: Tensor, rounds: int) -> float:
     return median(seconds[1:])  # the first round opens connections
 
 
-def _version_of(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 def _address() -> str:
     remedy = "set the interface to other hosts, GLOO_SOCKET_IFNAME=… and NCCL_SOCKET_IFNAME=…"
     try:
@@ -149,11 +145,6 @@ def _address() -> str:
     given = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ]
     advice = f"{' and '.join(given)} selects another interface" if given else remedy
     return f"{address}, which other hosts cannot reach; {advice}"
-
-
-def _backends() -> list[str]:
-    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return [name for name, is_available in available.items() if is_available]
 
 
 if __name__ == "__main__":

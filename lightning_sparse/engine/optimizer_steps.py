@@ -167,10 +167,8 @@ class UnexchangedParameters:
 
     def first_with_gradient(self) -> str | None:
         """Return the first name of an unexchanged parameter with a gradient, or None."""
-        for name, parameter in self._named():
-            if id(parameter) not in self._exchanged and parameter.grad is not None:
-                return name
-        return None
+        unknown = ((name, parameter) for name, parameter in self._named() if id(parameter) not in self._exchanged)
+        return next((name for name, parameter in unknown if parameter.grad is not None), None)
 
     def first_of(self, optimizer: Optimizer) -> str | None:
         """Return an optimizer's first unexchanged parameter with a gradient, or None."""
