@@ -13,7 +13,6 @@ last bits of sums over more than two workers. ``DDPBuckets`` regroups the gradie
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress
 
 import torch
@@ -23,6 +22,7 @@ from torch._C._distributed_c10d import GradBucket
 from lightning_sparse.engine.grouping import real_numel, require_strides
 from lightning_sparse.exchange.buffers import without_wait
 from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers import LayerLayout
 
 Averaged = torch.futures.Future[Tensor]
@@ -32,18 +32,11 @@ MOST_REGROUPED_STEPS = 2
 differ from the saved ones, for example with another ``bucket_cap_mb``."""
 
 
-@dataclass(frozen=True)
-class DDPBucket:
-    """The fields of a ``FlatBucket`` that DDP knows."""
-
-    index: int
-    layout: LayerLayout
-    gradient: Tensor
-    is_last: bool
-
-
 class DDPBuckets:
-    """Reads DDP's buckets of the running step, and returns the averages to DDP."""
+    """Reads DDP's buckets of the running step, and returns the averages to DDP.
+
+    Its buckets have their gradient in place of the residual, which ``SparseState`` sets.
+    """
 
     def __init__(self, parameter_names: Mapping[Tensor, str], *, is_static_graph: bool) -> None:
         self._names = dict(parameter_names)
@@ -52,8 +45,8 @@ class DDPBuckets:
         self._layouts: dict[tuple[int, ...], LayerLayout] = {}
         self._saved_layout: list[list[str]] = []
         self._steps_to_regroup = 0
-        self._arrived: list[tuple[DDPBucket, Averaged]] = []
-        self._regrouped: list[DDPBucket] = []
+        self._arrived: list[tuple[FlatBucket, Averaged]] = []
+        self._regrouped: list[FlatBucket] = []
 
     def regroup_as(self, saved_layout: Sequence[Sequence[str]]) -> None:
         """Regroup the next steps into saved buckets until DDP's first bucket equals the saved one.
@@ -64,7 +57,7 @@ class DDPBuckets:
         self._saved_layout = [list(bucket) for bucket in saved_layout] if sorted(names) == sorted(self._strides) else []
         self._steps_to_regroup = MOST_REGROUPED_STEPS
 
-    def read(self, grad_bucket: GradBucket) -> tuple[DDPBucket, Averaged]:
+    def read(self, grad_bucket: GradBucket) -> tuple[FlatBucket, Averaged]:
         """Return a bucket of DDP, and the future that ``resolve_futures`` completes.
 
         Raises:
@@ -78,11 +71,11 @@ class DDPBuckets:
         if index == 0:
             self.forget()  # an exception may have interrupted the previous backward
         future: Averaged = torch.futures.Future(devices=None if gradient.device.type == "cpu" else [gradient.device])
-        bucket = DDPBucket(index, layout, gradient, is_last)
+        bucket = FlatBucket(index, layout, gradient, Residual(gradient, gradient), is_last)
         self._arrived.append((bucket, future))
         return bucket, future
 
-    def ready(self, bucket: DDPBucket) -> list[DDPBucket]:
+    def ready(self, bucket: FlatBucket) -> list[FlatBucket]:
         """Return the buckets to exchange now. Regrouped buckets follow DDP's last bucket."""
         if self._saved_layout and bucket.index == 0:
             is_as_saved = list(bucket.layout.names) == self._saved_layout[0]
@@ -96,7 +89,8 @@ class DDPBuckets:
             for index, names in enumerate(self._saved_layout):
                 layout = LayerLayout(tuple(names), tuple(parts[name].numel() for name in names))
                 gradient = torch.cat([parts[name] for name in names])
-                self._regrouped.append(DDPBucket(index, layout, gradient, index == len(self._saved_layout) - 1))
+                is_last = index == len(self._saved_layout) - 1
+                self._regrouped.append(FlatBucket(index, layout, gradient, Residual(gradient, gradient), is_last))
         return self._regrouped
 
     def resolve_futures(self) -> None:

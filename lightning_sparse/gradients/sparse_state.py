@@ -24,7 +24,7 @@ from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients.buckets import Averaged, DDPBucket, DDPBuckets, ParameterUse
+from lightning_sparse.gradients.buckets import Averaged, DDPBuckets, ParameterUse
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.pending_gradients import PendingGradients
@@ -164,8 +164,8 @@ class SparseState(Averager):
         ddp_bucket, future = self._ddp_buckets.read(grad_bucket)
         if ddp_bucket.index == 0:
             self._begin_step()
-        for ready in self._ddp_buckets.ready(ddp_bucket):
-            bucket = self._flat_bucket(ready)
+        for bucket in self._ddp_buckets.ready(ddp_bucket):
+            self._prepare(bucket)
             self._buckets.append(bucket)
             needs_all = self.options.local_clip_norm is not None or self.sparsifier.needs_survey
             if not needs_all:
@@ -191,29 +191,21 @@ class SparseState(Averager):
         if self.options.error_feedback == "learning_rate":
             self._rates.begin(self._optimizers())
 
-    def _flat_bucket(self, bucket: DDPBucket) -> FlatBucket:
-        """Return a bucket with its residual and without unused gradients."""
+    def _prepare(self, bucket: FlatBucket) -> None:
+        """Give a bucket its residual, and leave unused gradients out."""
         layout, gradient = bucket.layout, bucket.gradient
         if self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
             self._engine.forget_sizes()
         self._is_moving = True
-        residual = self.residuals.bucket(bucket.index, layout, gradient)
+        bucket.residual = self.residuals.bucket(bucket.index, layout, gradient)
         self._is_moving = False
         if self.is_idle:  # the buffer holds zeros, and no old gradients
             unused = {name: (start, end) for name, start, end in layout.spans()}
         else:
             unused = self._use.set_aside(layout, gradient)
         self._unused.update(unused)
-        return FlatBucket(
-            bucket.index,
-            layout,
-            gradient,
-            residual,
-            bucket.is_last,
-            left_out=list(unused.values()),
-            loss_scale=self._scale,
-            notes=self._use.marks(layout, gradient.device),
-        )
+        bucket.left_out, bucket.loss_scale = list(unused.values()), self._scale
+        bucket.notes = self._use.marks(layout, gradient.device)
 
     def _add(self, buckets: Sequence[FlatBucket]) -> None:
         """Add a bucket to the engine, or all buckets of a step to clip or survey them."""
