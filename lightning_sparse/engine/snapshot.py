@@ -54,10 +54,8 @@ def copied(tree: Any) -> Any:
     return [copied(entry) for entry in tree] if isinstance(tree, list) else tree
 
 
-def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float | None:
-    """Return sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values, None without workers."""
-    if not of_workers:
-        return None
+def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float:
+    """Return sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values."""
     squares = [float(squared_norm(tensor.flatten())) for worker in of_workers for tensor in worker.values()]
     return sqrt(sum(squares) / len(of_workers))
 
