@@ -42,7 +42,6 @@ class Averager(ABC):
     """
 
     kind: ClassVar[str]
-    forgets = False
     residuals: ResidualMemory
     replica = Workers(None, 0, 1)
     _advice_for_others = "begin without it"
@@ -53,6 +52,7 @@ class Averager(ABC):
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
         self.workers, self.sparsifier = engine.workers, engine.sparsifier
+        self.forgets = not engine.options.keeps_rest
         self.place = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
         if isinstance(engine.sparsifier, HardThreshold):
             warn_of_patterns(engine.sparsifier.layer_thresholds, names)

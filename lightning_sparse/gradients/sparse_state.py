@@ -77,7 +77,6 @@ class SparseState(Averager):
         self.options = options
         # A layer that is frozen later stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
-        self.forgets = not options.keeps_rest
         self.residuals = ResidualMemory(self._parameters, in_place=self.forgets)
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
