@@ -123,10 +123,6 @@ class StepObserver(ABC):
         """Stop observing steps."""
         follow_no_steps(self)
 
-    def forget(self) -> None:
-        """Discard an interrupted step, so that the next step is not nested in it."""
-        self._outer = None
-
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         is_inner = self._outer is not None and self._outer is not optimizer
         stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
