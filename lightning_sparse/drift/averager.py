@@ -111,9 +111,8 @@ class SparseModelAverager(Averager):
             require_agreement(drift_settings(module, sparsifier, self.options, per_layer_stats), group)
             self._module = module
             self.own_group = OwnGroup(group)
-            super().__init__(
-                Engine(sparsifier, self.options, group=self.own_group.group, per_layer_stats=per_layer_stats), weights
-            )
+            engine = Engine(sparsifier, self.options, group=self.own_group.group, per_layer_stats=per_layer_stats)
+            super().__init__(engine, weights)
             self.save_barrier = SaveBarrier(self.workers)
             ignored, tensors = ignored_names(module), named_tensors(module)
             self.workers.broadcast([local(tensor) for name, tensor in tensors.items() if name not in ignored])
@@ -135,14 +134,9 @@ class SparseModelAverager(Averager):
         """Whether an exchange is changing weights or was interrupted."""
         return self.exchange.is_changing
 
-    @property
-    def largest_drift(self) -> float:
-        """The largest distance of a weight from the anchor before the last exchange."""
-        return self.exchange.largest_drift
-
     def own_metrics(self) -> dict[str, float]:
         """Return metrics that are logged in addition to `StepStats`."""
-        return {"sparse/largest_drift": self.largest_drift} | super().own_metrics()
+        return {"sparse/largest_drift": self.exchange.largest_drift} | super().own_metrics()
 
     def close(self) -> None:
         """Destroy the averager's groups. With ``overlap=True``, first call `flush` on all workers."""
@@ -189,14 +183,13 @@ class SparseModelAverager(Averager):
         Use it for validation, test, predict and saving. It costs a dense exchange of weights and floating-point
         buffers. After it, all workers have their own weights again. A nested context has no effect.
         """
-        if self.shared.is_shown:
-            yield
-            return
+        was_shown = self.shared.is_shown
         self.shared.take_mean()
         try:
             yield
         finally:
-            self.shared.give_back()
+            if not was_shown:
+                self.shared.give_back()
 
     # State.
 

@@ -45,7 +45,7 @@ def train(layout, options):
         optimizer.step()
         optimizer.zero_grad()
         averager.step()
-        history.append((weights_of(averager), anchor_of(averager), averager.largest_drift))
+        history.append((weights_of(averager), anchor_of(averager), averager.exchange.largest_drift))
         if step in LOOKS_AT:
             with averager.averaged_weights(), torch.no_grad():
                 looks.append((weights_of(averager), model(batches[0][0][0])))
