@@ -26,7 +26,7 @@ from benchmarks.step_time_worker import (
     target_density,
 )
 from lightning_sparse import SparseState, StepStats
-from lightning_sparse.gradients.options import ExchangeOptions
+from lightning_sparse.engine.options import ExchangeOptions
 
 OVERSHOOT = 0.583  # mean excess of a Gaussian random walk over λ, in standard deviations of a step
 

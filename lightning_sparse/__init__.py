@@ -8,8 +8,8 @@ from lightning_sparse.callbacks.density_monitor import DensityMonitor
 from lightning_sparse.callbacks.error_monitor import ErrorMonitor
 from lightning_sparse.callbacks.metrics import AverageDensity, TotalError
 from lightning_sparse.drift.averager import SparseModelAverager
-from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shard_averager import ShardModelAverager
+from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
 from lightning_sparse.gradients.comm_hook import register_comm_hook

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_sparse import Dense, HardThreshold
-from lightning_sparse.gradients.options import ExchangeOptions
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.strategies.simulated.workers import SimulatedWorkers
 from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, flip_randomly, normalise
 

@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from lightning_sparse.drift.anchor import drifting
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
-from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensors
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
+from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement

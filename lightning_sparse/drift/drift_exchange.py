@@ -17,10 +17,10 @@ from lightning_sparse.drift.anchor import (
     load_outer,
     outer_state,
 )
-from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, ignored_names
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
+from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import Residual

@@ -25,9 +25,9 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
+from lightning_sparse.engine.options import TransportOptions
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
-from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.wire import wire_of

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import require_one_device
+from lightning_sparse.engine.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.gradients.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 

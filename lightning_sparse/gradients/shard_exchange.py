@@ -23,6 +23,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
 from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
@@ -31,7 +32,6 @@ from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier

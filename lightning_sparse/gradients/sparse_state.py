@@ -19,6 +19,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import weak_method
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import gather_objects
@@ -26,7 +27,6 @@ from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.buckets import Averaged, DDPBuckets, ParameterUse
 from lightning_sparse.gradients.learning_rates import LastLearningRates
-from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
 from lightning_sparse.sparsifiers import Sparsifier

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.density_control import share_of_layer
+from lightning_sparse.engine.options import TransportOptions
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.engine.transport_options import TransportOptions
 from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY
 

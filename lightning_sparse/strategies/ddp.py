@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.saving import collect_together, content_of_launcher
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
-from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.options import ddp_arguments

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.optimizer_steps import Arguments, weak_method
-from lightning_sparse.gradients.options import ExchangeOptions
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategies.local import LocalTraining

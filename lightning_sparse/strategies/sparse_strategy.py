@@ -15,10 +15,9 @@ from typing_extensions import override
 from lightning_sparse.checkpointing.content import KEY, WorkerState
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
-from lightning_sparse.drift.options import DriftOptions
 from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
 from lightning_sparse.engine.snapshot import sealed
-from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
 from lightning_sparse.sparsifiers.protocol import require_word
 from lightning_sparse.strategies.advice import Advice, exchanges_of

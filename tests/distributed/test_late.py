@@ -11,7 +11,7 @@ import torch
 
 from lightning_sparse import HardThreshold, TopK
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.transport_options import TransportOptions
+from lightning_sparse.engine.options import TransportOptions
 from lightning_sparse.exchange import exchange
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket, Residual

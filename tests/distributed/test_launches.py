@@ -26,6 +26,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.engine import memory
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange import buffers
 from lightning_sparse.exchange import exchange as exchange_module
 from lightning_sparse.exchange.exchange import ExchangeMode
@@ -33,7 +34,6 @@ from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.gradients import buckets as ddp_buckets
 from lightning_sparse.gradients import sparse_state
-from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.sparsifiers import Sparsifier
 from tests.workers import run_workers

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange.routes import cost_model
-from lightning_sparse.gradients.options import ExchangeOptions
 from tests.distributed.training import Weights
 from tests.workers import of_all_workers, on_workers, run_workers
 

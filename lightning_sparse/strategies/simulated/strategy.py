@@ -20,8 +20,8 @@ from typing_extensions import override
 from lightning_sparse.checkpointing.saving import collect_here
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
-from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.sparsifiers.protocol import require_count
 from lightning_sparse.strategies.options import require_arguments

@@ -10,9 +10,9 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import as_parameter, in_memory_order, require_strides
 from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.in_process import ThreadWorkers
-from lightning_sparse.gradients.options import ExchangeOptions
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
 from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
 

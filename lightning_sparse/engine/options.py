@@ -1,0 +1,172 @@
+"""Options of every exchange, of gradients and of drifts, checked at construction."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.exchange.exchange import ExchangeMode
+from lightning_sparse.exchange.routes.cost_model import require_link
+from lightning_sparse.exchange.wire import ValueDtype, require_wire
+from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers.protocol import is_number, require_count, require_word
+
+ErrorFeedback = Literal["gradient", "learning_rate", "none"]
+OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportOptions:
+    """Options that every exchange has.
+
+    Args:
+        value_dtype: dtype of sent values. Rounding errors stay with unsent values, which are sent later. With its
+            index, a coordinate takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"`` and 3 in
+            ``"float8"`` (e4m3). float8 is scaled to λ and needs a threshold above 0 in every layer or a sparsifier
+            that rounds. ``"int8"`` needs a sparsifier that rounds.
+        exchange: route of the selected values. ``"gather"``: all-gather of every worker's values.
+            ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
+            all. ``"sparse_sums"``: the same, but averages below λ / √n stay in the residual of the worker that computed
+            them, so bytes do not grow with the number of workers; for gradients and a hard threshold. ``"dense"``:
+            all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes. ``"auto"``:
+            gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
+        link_gbit_s: rate at which a worker receives from other nodes, above 0, in Gbit/s, for ``exchange="auto"``: the
+            rate of a node's network card, which a ring of workers crosses once. With sharded replicas, all ranks of a
+            node receive at the same time, so divide the rate by their number. None assumes 10 Gbit/s on CPUs, and on
+            GPUs NVLink inside a node and 100 Gbit/s between nodes. Over Gloo, small payloads are sent together, up to
+            the bytes that the link carries in 1 ms, or 64 kB if None.
+
+    Raises:
+        ValueError: an option has a value that is not allowed.
+    """
+
+    value_dtype: ValueDtype = "float32"
+    exchange: ExchangeMode = "auto"
+    link_gbit_s: float | None = None
+    why_no_overshoot: ClassVar[str | None] = None
+    """The reason why sent values must not exceed the residual, None if they may."""
+    why_no_sparse_sums: ClassVar[str | None] = None
+    """The reason why small sums must not stay with a worker, None if they may."""
+
+    def require(self, sparsifier: Sparsifier) -> None:
+        """Raise ValueError if these options do not support the sparsifier's values."""
+        require_wire(sparsifier, self.value_dtype)
+        overshoot = getattr(sparsifier, "overshoot", 0.0)
+        no_overshoot, no_sums = self.why_no_overshoot, self.why_no_sparse_sums
+        if not self.keeps_rest:
+            no_overshoot = "with error_feedback='none', which would enlarge every sent value for good"
+            no_sums = "with error_feedback='none', which would lose small sums"
+        elif no_sums is None and not isinstance(sparsifier, HardThreshold):
+            no_sums = f"with {type(sparsifier).__name__}, which has no threshold for sums; it needs a HardThreshold"
+        if overshoot and no_overshoot is not None:
+            raise ValueError(f"Got {overshoot=} {no_overshoot}. Use overshoot=0.")
+        if self.exchange == "sparse_sums" and no_sums is not None:
+            raise ValueError(f"Got exchange='sparse_sums' {no_sums}. Use exchange='auto'.")
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether unsent values stay in the residual."""
+        return True
+
+    def __post_init__(self) -> None:
+        require_word("value_dtype", self.value_dtype, get_args(ValueDtype))
+        require_word("exchange", self.exchange, get_args(ExchangeMode))
+        require_link(self.link_gbit_s)
+
+
+@dataclass(frozen=True)
+class ExchangeOptions(TransportOptions):
+    """Options of the exchange of gradients, apart from the sparsifier.
+
+    Args:
+        error_feedback: units of the residual. ``"gradient"``; ``"learning_rate"``: multiplied by lr_{t-1} / lr_t
+            before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` discards unsent values.
+        local_clip_norm: above 0, in gradient units: clips this worker's whole gradient to this norm *before* the
+            exchange (Lightning's ``gradient_clip_val`` clips the averaged gradient). The exchange then starts only
+            after backward. None does not clip.
+
+    Raises:
+        ValueError: an option has a value that is not allowed.
+    """
+
+    error_feedback: ErrorFeedback = "gradient"
+    local_clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_word("error_feedback", self.error_feedback, get_args(ErrorFeedback))
+        norm = self.local_clip_norm
+        if norm is not None and not (is_number(norm) and 0 < norm < inf):
+            raise ValueError(f"Invalid local_clip_norm={norm!r}. Must be a finite number above 0, or None to not clip.")
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether unsent values stay in the residual."""
+        return self.error_feedback != "none"
+
+
+@dataclass(frozen=True)
+class DriftOptions(TransportOptions):
+    """Options of the exchange of drifts.
+
+    Args:
+        every_n_steps: optimizer steps (of all optimizers together) per exchange, at least 1.
+        keep_drift: True keeps unsent values e_i in each worker's weights: θ_i = x − e_i. False resets every worker to
+            the anchor after each exchange, θ_i = x, and stores unsent values e_i separately (SparseLoCo: Sarfi et al.,
+            *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
+        drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
+            ``keep_drift=False``.
+        outer_learning_rate: factor on the average drift by which the anchor moves, above 0. Take 2 with Adam and an
+            exchange in every step (docs/local-training.md).
+        outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
+            subtracts the average times ``outer_learning_rate``. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
+            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
+        overlap: True overlaps the exchange with the next step and applies its result one step later.
+        value_dtype: dtype of sent values, as for gradients. Rounding errors stay with unsent values.
+        exchange: the route, as for gradients.
+        link_gbit_s: the rate of a worker's link, as for gradients.
+
+    Raises:
+        ValueError: an option has a value that is not allowed, or two options exclude each other.
+    """
+
+    every_n_steps: int = 1
+    keep_drift: bool = True
+    drift_decay: float = 1.0
+    outer_learning_rate: float = 1.0
+    outer_optimizer: OuterOptimizer | None = None
+    overlap: bool = False
+    why_no_overshoot = "for drifts, where it would move a worker's own weights back"
+    why_no_sparse_sums = "for drifts, where the sums of all workers would stay in a worker's own weights"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("every_n_steps", self.every_n_steps)
+        for name in ("keep_drift", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be True or False.")
+        if not (is_number(self.drift_decay) and 0 < self.drift_decay <= 1):
+            raise ValueError(f"Invalid drift_decay={self.drift_decay!r}. Must be within (0, 1].")
+        if self.keep_drift and self.drift_decay != 1:
+            raise ValueError(
+                f"Got drift_decay={self.drift_decay} with keep_drift=True, where unsent values are part of the weights "
+                "and cannot decay. Use keep_drift=False, or leave drift_decay out."
+            )
+        if not (is_number(self.outer_learning_rate) and 0 < self.outer_learning_rate < inf):
+            raise ValueError(
+                f"Invalid outer_learning_rate={self.outer_learning_rate!r}. Must be above 0 and finite; 1 moves the "
+                "anchor by the average drift."
+            )
+        if self.outer_optimizer is not None and self.outer_learning_rate != 1:
+            raise ValueError(
+                f"Got outer_learning_rate={self.outer_learning_rate} with an outer_optimizer, which has its own rate. "
+                "Give only one of them."
+            )
+        if self.outer_optimizer is not None and not callable(self.outer_optimizer):
+            raise ValueError(
+                f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
+                "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
+            )
