@@ -36,7 +36,7 @@ from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
-from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.sparsifiers.protocol import Selection
 
 RESNET_18 = 11_173_962
 TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float16": 4.1, "float8": 3.1}

@@ -37,7 +37,8 @@ from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import is_available
 from lightning_sparse.selection.bucket import FlatBucket, Residual, compensate, keep_rest
 from lightning_sparse.selection.extraction import Extraction
-from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
+from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 RESNET_18 = 11_173_962
 THRESHOLD = 1.0

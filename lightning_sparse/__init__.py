@@ -15,22 +15,14 @@ from lightning_sparse.exchange.estimate import Estimate, estimate
 from lightning_sparse.gradients.comm_hook import register_comm_hook
 from lightning_sparse.gradients.shard_exchange import ShardExchange, shard_exchange
 from lightning_sparse.gradients.sparse_state import SparseState
-from lightning_sparse.sparsifiers import (
-    Accordion,
-    Dense,
-    GaussianK,
-    HardThreshold,
-    LayerLayout,
-    MarkingSparsifier,
-    RandomK,
-    ScaledIntegerRounding,
-    Selection,
-    Sparsifier,
-    StochasticRounding,
-    TopK,
-    WholeStep,
-)
+from lightning_sparse.sparsifiers.accordion import Accordion
+from lightning_sparse.sparsifiers.gaussian_k import GaussianK
+from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, Selection, Sparsifier, WholeStep
+from lightning_sparse.sparsifiers.random_k import RandomK
+from lightning_sparse.sparsifiers.rounding import ScaledIntegerRounding, StochasticRounding
 from lightning_sparse.sparsifiers.threshold_rules import paper_threshold
+from lightning_sparse.sparsifiers.top_k import TopK
 from lightning_sparse.strategies import register_strategies
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hard_threshold import (

@@ -35,8 +35,7 @@ from lightning_sparse.exchange.agreement import parameter_settings, require_agre
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
-from lightning_sparse.sparsifiers.protocol import describe
+from lightning_sparse.sparsifiers.protocol import Sparsifier, describe, require_sparsifier
 
 
 class SparseModelAverager(Averager):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_sparse.drift.averager import SparseModelAverager, checked, drift_settings
 from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
-from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
 class ShardModelAverager(SparseModelAverager):

@@ -18,7 +18,7 @@ from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sea
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
-from lightning_sparse.sparsifiers import HardThreshold
+from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 
 BROKEN_OFF = "it was saved in the middle of an exchange, which an exception interrupted"
 """Why a checkpoint lacks tensors of workers."""

@@ -9,7 +9,8 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.density_control import DensityControl, pace_of, share_of_layer
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
-from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
+from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
 LATE = 3

@@ -35,7 +35,8 @@ from lightning_sparse.exchange.workers import LostWorkerError, Workers
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
-from lightning_sparse.sparsifiers import Dense, Sparsifier, WholeStep
+from lightning_sparse.sparsifiers.hard_threshold import Dense
+from lightning_sparse.sparsifiers.protocol import Sparsifier, WholeStep
 
 
 class Engine:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 BUCKET_ELEMENTS = 25 * 2**18
 """25 MiB of float32, as in DDP. A larger parameter has its own bucket, because no parameter is split."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_sparse.engine.grouping import in_logical_order, in_memory_order, kept_dtype, real_numel
 from lightning_sparse.exchange.buffers import let_go
 from lightning_sparse.selection.bucket import Residual
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 
 class ResidualMemory:

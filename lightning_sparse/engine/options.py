@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.routes.cost_model import require_link
 from lightning_sparse.exchange.wire import ValueDtype, require_wire
-from lightning_sparse.sparsifiers import HardThreshold, Sparsifier
-from lightning_sparse.sparsifiers.protocol import is_number, require_count, require_word
+from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
+from lightning_sparse.sparsifiers.protocol import Sparsifier, is_number, require_count, require_word
 
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.selection.numbers import FIXED_FIELDS, HEADER, LAYER_HEADER, STEP_NUMBERS, StepNumber, combined
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 
 @dataclass(frozen=True)

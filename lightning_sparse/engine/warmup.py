@@ -18,7 +18,8 @@ from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.kernels import native, warm_up
 from lightning_sparse.selection.bucket import FlatBucket, Residual
-from lightning_sparse.sparsifiers import HardThreshold, LayerLayout
+from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 LAYER_ELEMENTS = 256
 """A small number, but more than the part of a payload that is always sent."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.sparsifiers.protocol import Selection
 
 BLOCK_ELEMENTS = 65_536
 CAPACITY_STEP = 8

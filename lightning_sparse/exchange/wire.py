@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 ValueDtype = Literal["float32", "bfloat16", "float16", "float8", "int8"]
 DTYPES: dict[ValueDtype, torch.dtype] = {

@@ -23,7 +23,7 @@ from lightning_sparse.engine.grouping import real_numel, require_strides
 from lightning_sparse.exchange.buffers import without_wait
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket, Residual
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 Averaged = torch.futures.Future[Tensor]
 """The future of a bucket's averaged gradient, for which DDP waits at the end of backward."""

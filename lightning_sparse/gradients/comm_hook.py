@@ -19,7 +19,7 @@ from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.sparse_state import SparseState
-from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
 # A compiled optimizer step calls backward in its closure. The exchange must stay out of the compiled graph.

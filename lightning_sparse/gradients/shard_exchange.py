@@ -34,7 +34,7 @@ from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.selection.bucket import FlatBucket, Residual
-from lightning_sparse.sparsifiers import Sparsifier, require_sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
 class ShardBucket(ParameterBucket):

@@ -29,7 +29,7 @@ from lightning_sparse.gradients.buckets import Averaged, DDPBuckets, ParameterUs
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 
 class SparseState(Averager):

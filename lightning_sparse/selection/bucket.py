@@ -13,7 +13,8 @@ from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts
 from lightning_sparse.selection.numbers import squared_norm
-from lightning_sparse.sparsifiers import LayerLayout, Selection, ThresholdRun
+from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection
 
 
 class Residual(NamedTuple):

@@ -23,16 +23,8 @@ from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest,
 from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fused
 from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, layer_fields, squared_norm
 from lightning_sparse.selection.own_sums import OwnSums
-from lightning_sparse.sparsifiers import (
-    HardThreshold,
-    LayerLayout,
-    MarkingSparsifier,
-    Selection,
-    Sparsifier,
-    ThresholdRun,
-    exceed,
-    in_order,
-)
+from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun, exceed
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, Selection, Sparsifier, in_order
 
 
 class Extraction:

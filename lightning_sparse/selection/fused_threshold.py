@@ -27,7 +27,7 @@ from lightning_sparse.kernels import launch, tl
 from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
-from lightning_sparse.sparsifiers import ThresholdRun
+from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 
 BLOCK_ELEMENTS = 8192
 PER_END = ELEMENTS_PER_END // BLOCK_ELEMENTS

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 Rule = Literal["sum", "mean"]
 NORM_BLOCK = 1024

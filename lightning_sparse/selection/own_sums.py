@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment
 from lightning_sparse.selection.bucket import FlatBucket
-from lightning_sparse.sparsifiers import Selection, ThresholdRun
+from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
+from lightning_sparse.sparsifiers.protocol import Selection
 
 
 class OwnSums:

@@ -2,7 +2,12 @@
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_sparse.sparsifiers import Accordion, Dense, GaussianK, RandomK, Sparsifier, TopK
+from lightning_sparse.sparsifiers.accordion import Accordion
+from lightning_sparse.sparsifiers.gaussian_k import GaussianK
+from lightning_sparse.sparsifiers.hard_threshold import Dense
+from lightning_sparse.sparsifiers.protocol import Sparsifier
+from lightning_sparse.sparsifiers.random_k import RandomK
+from lightning_sparse.sparsifiers.top_k import TopK
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hard_threshold import (
     DDPHardThresholdStrategy,

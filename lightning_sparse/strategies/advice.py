@@ -14,8 +14,8 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.density_control import share_of_layer
 from lightning_sparse.engine.options import TransportOptions
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.sparsifiers import Dense, HardThreshold, Sparsifier
-from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY
+from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 FAR_OFF = 2.0
 """A density causes a warning if it differs from the target by more than this factor."""

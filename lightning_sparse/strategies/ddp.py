@@ -14,7 +14,7 @@ from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
 from lightning_sparse.gradients.sparse_state import SparseState
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.options import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from lightning_sparse.sparsifiers import HardThreshold
+from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy

@@ -14,7 +14,7 @@ from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.optimizer_steps import Arguments, weak_method
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.gradients.shard_exchange import ShardExchange
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.local import LocalTraining
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, stateless_as_before
 

@@ -27,7 +27,7 @@ from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.exchange.agreement import require_agreement
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.options import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 

@@ -23,8 +23,7 @@ from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.sparsifiers.protocol import require_count
+from lightning_sparse.sparsifiers.protocol import Sparsifier, require_count
 from lightning_sparse.strategies.options import model_parallel_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 

@@ -17,7 +17,7 @@ from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.numbers import FIXED_FIELDS
-from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.sparsifiers.protocol import Selection
 from tests.workers import on_workers, run_workers
 
 FLOAT, BYTE, WHOLE = Wire(torch.float32), Wire(torch.float8_e4m3fn, 2.0**-6), Wire(torch.int8, 2.0**-5)

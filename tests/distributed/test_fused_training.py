@@ -16,7 +16,7 @@ from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
 from lightning_sparse.selection import extraction, fused_threshold
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.distributed.test_against_simulation import THRESHOLD
 from tests.distributed.training import build_batches, build_model, train
 from tests.integration.models import assert_equal

@@ -15,7 +15,7 @@ from lightning_sparse.engine.options import TransportOptions
 from lightning_sparse.exchange import exchange
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket, Residual
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.workers import on_workers
 
 PAUSE_CYCLES = 10_000_000

@@ -35,7 +35,7 @@ from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.gradients import buckets as ddp_buckets
 from lightning_sparse.gradients import sparse_state
 from lightning_sparse.selection import extraction, fused_threshold
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
 from lightning_sparse.checkpointing import saving
 from lightning_sparse.exchange.routes import gather
-from lightning_sparse.sparsifiers import LayerLayout, Selection
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
 from tests.integration.fault_training import ByHand, Exact
 from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer, warnings_of

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy
-from lightning_sparse.sparsifiers import LayerLayout, Selection, Sparsifier
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     WEIGHTS_ONLY,

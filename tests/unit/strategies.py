@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.sparsifiers import LayerLayout, Selection
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection
 
 DTYPES = (torch.float32, torch.float64)
 MAGNITUDES = (

@@ -13,7 +13,7 @@ import torch
 from lightning_sparse import HardThreshold, Sparsifier, StepStats, TopK
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.step_stats import LayerStats
-from lightning_sparse.sparsifiers import Dense
+from lightning_sparse.sparsifiers.hard_threshold import Dense
 from lightning_sparse.strategies import advice as advice_module
 from lightning_sparse.strategies.advice import Advice, _normalising
 from tests.integration.models import messages_of, warnings_of

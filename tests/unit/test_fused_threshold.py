@@ -25,7 +25,8 @@ from lightning_sparse.selection import fused_threshold
 from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_rest
 from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fused
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
-from lightning_sparse.sparsifiers import LayerLayout, ThresholdRun
+from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.distributed.simulation import through_float8
 from tests.interpreter import INTERPRETED
 from tests.unit.strategies import EDGE_THRESHOLDS, edge_values

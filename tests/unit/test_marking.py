@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.selection.extraction import Extraction
-from lightning_sparse.sparsifiers import (
-    GaussianK,
-    LayerLayout,
-    RandomK,
-    ScaledIntegerRounding,
-    StochasticRounding,
-    TopK,
-)
+from lightning_sparse.sparsifiers.gaussian_k import GaussianK
+from lightning_sparse.sparsifiers.protocol import LayerLayout
+from lightning_sparse.sparsifiers.random_k import RandomK
+from lightning_sparse.sparsifiers.rounding import ScaledIntegerRounding, StochasticRounding
+from lightning_sparse.sparsifiers.top_k import TopK
 from tests.unit.strategies import Shipment
 
 NAN, INF = float("nan"), float("inf")

@@ -20,7 +20,7 @@ from lightning_sparse.kernels import building, native
 from lightning_sparse.selection import extraction
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.selection.numbers import SLOTS
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.unit.strategies import EDGE_THRESHOLDS, Shipment, edge_values, payloads_of, selections
 
 NAN, INF = float("nan"), float("inf")

@@ -12,7 +12,7 @@ from lightning_sparse.engine.density_control import is_all_sent
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.bucket import keep_rest
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 from lightning_sparse.theory import residual_statistics
 

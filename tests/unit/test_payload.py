@@ -7,7 +7,7 @@ from lightning_sparse import Dense, HardThreshold, ScaledIntegerRounding, TopK
 from lightning_sparse.exchange import wire
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.wire import Wire, require_wire, wire_of
-from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.sparsifiers.protocol import Selection
 from tests.unit.strategies import packed
 
 FLOAT, DOUBLE, BRAIN, HALF = map(Wire, (torch.float32, torch.float64, torch.bfloat16, torch.float16))

@@ -10,7 +10,7 @@ from lightning_sparse.engine.grouping import in_logical_order, in_memory_order
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange.wire import wire_of
 from lightning_sparse.selection.bucket import Residual, compensate, keep_rest
-from lightning_sparse.sparsifiers import LayerLayout
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.unit.strategies import DTYPES, layouts, thresholds, values
 
 SPARSIFIERS = st.one_of(thresholds.map(lambda limit: HardThreshold(threshold=limit)), st.floats(0.01, 1).map(TopK))

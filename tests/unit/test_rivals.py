@@ -17,7 +17,7 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from lightning_sparse.sparsifiers import WholeStep, in_order
+from lightning_sparse.sparsifiers.protocol import WholeStep, in_order
 from lightning_sparse.sparsifiers.top_k import kth_largest_magnitude
 from tests.unit.strategies import DTYPES, buckets, values
 

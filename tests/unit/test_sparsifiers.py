@@ -13,7 +13,7 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from lightning_sparse.sparsifiers import LayerLayout, WholeStep
+from lightning_sparse.sparsifiers.protocol import LayerLayout, WholeStep
 from tests.unit.strategies import buckets, thresholds
 
 NAN, INF = float("nan"), float("inf")

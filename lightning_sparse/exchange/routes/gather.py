@@ -11,7 +11,7 @@ from lightning_sparse.exchange.routes.cost_model import Costs
 from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, Shipment
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.kernels import is_available
-from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.sparsifiers.protocol import Selection
 
 MESSAGE_SECONDS = 1e-3
 """Core time of a Gloo message per worker, at any size: 0.2 ms at best, and up to 3 ms without the effect of

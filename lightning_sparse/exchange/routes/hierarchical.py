@@ -11,7 +11,7 @@ from lightning_sparse.exchange.routes.adding import add
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
 from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.sparsifiers.protocol import Selection
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -12,7 +12,7 @@ from lightning_sparse.exchange.routes.adding import average, side_by_side
 from lightning_sparse.exchange.routes.gather import GatherShipment
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NON_FINITE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.sparsifiers.protocol import Selection
 
 
 def slice_elements(num_elements: int, num_workers: int) -> int:

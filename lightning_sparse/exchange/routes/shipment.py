@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.workers import Pending, Workers
-from lightning_sparse.sparsifiers import Selection
+from lightning_sparse.sparsifiers.protocol import Selection
 
 NUM_SELECTED, LARGEST_SLICE, NON_FINITE = range(3)
 """The header fields of the exchange: k, the largest number of coordinates in any of n equal slices, and the number of

@@ -22,8 +22,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
-from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.sparsifiers.protocol import require_count
+from lightning_sparse.sparsifiers.protocol import Sparsifier, require_count
 from lightning_sparse.strategies.options import require_arguments
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import refuse, require_attributes, require_known, require_simulable

@@ -14,7 +14,7 @@ from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
-from lightning_sparse.sparsifiers import LayerLayout, Sparsifier
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Sparsifier
 
 
 class SimulatedWorker(Averager):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Sparsifier
-from lightning_sparse.sparsifiers import LayerLayout, Selection
+from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection
 from tests.integration.models import Classifier, compiled, nesterov, sgd
 from tests.integration.programs.loops import BATCHES, batches, every_batch, loops, loss_of, usual
 from tests.integration.programs.world import Row, Run, World
