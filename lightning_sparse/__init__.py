@@ -21,7 +21,6 @@ from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, Selection, Sparsifier, WholeStep
 from lightning_sparse.sparsifiers.random_k import RandomK
 from lightning_sparse.sparsifiers.rounding import ScaledIntegerRounding, StochasticRounding
-from lightning_sparse.sparsifiers.threshold_rules import paper_threshold
 from lightning_sparse.sparsifiers.top_k import TopK
 from lightning_sparse.strategies import register_strategies
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
@@ -34,6 +33,7 @@ from lightning_sparse.strategies.hard_threshold import (
 from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.strategies.local import SparseLocalStrategy
 from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrategy
+from lightning_sparse.theory.bounds import paper_threshold
 
 __all__ = [
     "Accordion",

@@ -7,11 +7,10 @@ from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.engine.density_control import DensityControl, pace_of, share_of_layer
+from lightning_sparse.engine.density_control import DensityControl, ThresholdCalibration, pace_of, share_of_layer
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
-from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
 LATE = 3
 """Calibration is late after this many times the steps it should take."""

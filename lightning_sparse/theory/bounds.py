@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
+from lightning_sparse.sparsifiers.protocol import require_count, require_density
+
 
 def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:
     """Return γ² d λ², an upper bound of ‖γ e‖², because residuals stay below λ (Remark 5).
@@ -180,6 +182,28 @@ def threshold_from_estimates(
     require(noise=noise, heterogeneity=heterogeneity, relative_noise=relative_noise)
     error = (2 * num_elements / num_selected + relative_noise) * heterogeneity + noise
     return 2 * sqrt(error / num_selected)
+
+
+def paper_threshold(density: float, num_elements: int) -> float:
+    """Return λ = 1 / (2√k) with k = density · num_elements, in gradient units.
+
+    The rule of Sahu et al. (NeurIPS 2021, arXiv:2108.00951, section 5). It ignores the scale of the gradients: on a
+    small ResNet on CIFAR-10 it missed the density by a factor of 6. Prefer ``density=…``, which calibrates.
+
+    Args:
+        density: the share of coordinates to be sent on average, in (0, 1].
+        num_elements: d, the elements of all trained parameters, at least 1.
+
+    Raises:
+        ValueError: a number outside its range.
+
+    Example:
+        >>> round(paper_threshold(0.001, 11_173_962), 5)
+        0.00473
+    """
+    require_density(density, "one of a thousand coordinates")
+    require_count("num_elements", num_elements)
+    return 1 / (2 * sqrt(density * num_elements))
 
 
 def require(**numbers: float) -> None:

@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
 from lightning_sparse.engine.calibrator import Calibrator
-from lightning_sparse.engine.density_control import is_all_sent
+from lightning_sparse.engine.density_control import ThresholdCalibration, is_all_sent
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.bucket import keep_rest
 from lightning_sparse.sparsifiers.protocol import LayerLayout
-from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 from lightning_sparse.theory import residual_statistics
 
 LAYOUT = LayerLayout(("a", "b"), (40, 24))

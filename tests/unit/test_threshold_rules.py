@@ -7,8 +7,8 @@ import torch
 
 from lightning_sparse import Dense, HardThreshold, StepStats, TopK, paper_threshold
 from lightning_sparse.engine.calibrator import Calibrator
+from lightning_sparse.engine.density_control import ThresholdCalibration
 from lightning_sparse.engine.step_stats import LayerStats
-from lightning_sparse.sparsifiers.threshold_rules import ThresholdCalibration
 
 
 def test_the_papers_rule_gives_the_papers_threshold_for_resnet18():
