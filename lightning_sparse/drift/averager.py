@@ -129,7 +129,7 @@ class SparseModelAverager(Averager):
         return dict(self._module.named_parameters())
 
     @property
-    def is_exchanging(self) -> bool:
+    def is_exchanging(self) -> bool:  # type: ignore[override]
         """Whether an exchange is changing weights or was interrupted."""
         return self.exchange.is_changing
 

@@ -1,7 +1,6 @@
 """The base class of all averagers."""
 
 import difflib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
@@ -24,7 +23,7 @@ BROKEN_OFF = "it was saved in the middle of an exchange, which an exception inte
 """Why a checkpoint lacks tensors of workers."""
 
 
-class Averager(ABC):
+class Averager:
     """The base class of all averagers, which pass buckets to an engine.
 
     Args:
@@ -37,12 +36,14 @@ class Averager(ABC):
         workers: the workers that exchange values.
         sparsifier: this averager's copy, with the calibrated λ after calibration.
         residuals: unsent values, only of averagers of gradients.
+        is_exchanging: whether an exchange is running or was interrupted.
         replica: the ranks among which a model is sharded; only this rank if it is not sharded.
         place: this rank and the number of ranks, as ``state_dict`` saves them.
     """
 
     kind: ClassVar[str]
     residuals: ResidualMemory
+    is_exchanging = False
     replica = Workers(None, 0, 1)
     _advice_for_others = "begin without it"
     _parameters: Mapping[str, Tensor]
@@ -179,11 +180,6 @@ class Averager(ABC):
     def progress(self) -> object:
         """A value that is equal on all workers after the same number of steps."""
         return self._engine.next_step
-
-    @property
-    @abstractmethod
-    def is_exchanging(self) -> bool:
-        """Whether an exchange is running or was interrupted."""
 
     @property
     def has_own_state(self) -> bool:

@@ -80,7 +80,6 @@ class ShardExchange(Averager):
     """
 
     kind = "gradients"
-    is_exchanging = False
     _advice_for_others = "begin with residuals of zero"
 
     def __init__(

@@ -50,13 +50,12 @@ class SparseState(Averager):
         residuals: unsent values.
         pending_gradients: commits changes of residuals or rolls them back.
         save_barrier: lets workers wait for each other before rank 0 saves a checkpoint.
-        is_exchanging: whether a backward is exchanging gradients or was interrupted.
         is_idle: whether this worker has no more batches; see ``SparseJoinHook``.
     """
 
     kind = "gradients"
     _mark: dict[str, Any]
-    is_exchanging = is_idle = False
+    is_idle = False
     _advice_for_others = "give residuals.load_state_dict the mean of all files' residuals"
 
     def __init__(

@@ -27,7 +27,6 @@ class SimulatedWorker(Averager):
     """
 
     kind = "gradients"
-    is_exchanging = False  # threads end their exchange before a checkpoint is saved
 
     def __init__(self, engine: Engine, parameters: Mapping[str, Tensor], local_clip_norm: float | None) -> None:
         super().__init__(engine, parameters)
