@@ -29,6 +29,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
 from lightning_sparse.engine.options import DriftOptions
+from lightning_sparse.engine.sharding import Resharded
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
@@ -76,7 +77,6 @@ class SparseModelAverager(Averager):
     """
 
     kind = "drifts"
-    is_sharded = False
     _advice_for_others = "begin with the mean of all files' weights"
 
     def __init__(
@@ -96,7 +96,7 @@ class SparseModelAverager(Averager):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(tensor) for tensor in named_tensors(module).values()):
             raise ValueError("The module has parameters that are not initialised. Run a forward pass first.")
-        if not self.is_sharded and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        if not isinstance(module, Resharded) and any(isinstance(weight, DTensor) for weight in module.parameters()):
             raise ValueError(
                 "The module is sharded (fully_shard, or tensor parallelism). For replicas of shards use "
                 "ShardModelAverager(module, mesh['replicate'], …), or LocalHSDPHardThresholdStrategy."

@@ -45,8 +45,6 @@ class ShardModelAverager(SparseModelAverager):
         RuntimeError: settings differ between ranks, or the mesh does not divide ranks into replicas (on every rank).
     """
 
-    is_sharded = True
-
     def __init__(
         self,
         module: nn.Module,

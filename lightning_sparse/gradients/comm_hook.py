@@ -3,7 +3,6 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -135,7 +134,7 @@ def attach(
         for name, parameter in ddp_module.module.named_parameters()
         if name not in ddp_module.parameters_to_ignore
     }
-    settings = sparsifier.settings() | asdict(options) | {"per_layer_stats": per_layer_stats}
+    settings = sparsifier.settings() | vars(options) | {"per_layer_stats": per_layer_stats}
     bucket_settings = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
     settings |= {name: getattr(ddp_module, name) for name in bucket_settings}
     with torch.accelerator.device_index(ddp_module.device.index):

@@ -17,7 +17,6 @@ from lightning_sparse import (
     DDPHardThresholdStrategy,
     Dense,
     DensityMonitor,
-    ErrorMonitor,
     GaussianK,
     HardThreshold,
     HSDPHardThresholdStrategy,
@@ -130,7 +129,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDP, {"threshold": 10**400}, "Must be a finite number"),
     *((DDP, {"local_clip_norm": norm}, f"Invalid local_clip_norm={norm!r}. Must be") for norm in ("a", True)),
     (DensityMonitor, {"image_columns": "x"}, "Invalid image_columns='x'. Must be a whole number"),
-    (ErrorMonitor, {"per_layer": "x"}, "Invalid per_layer='x'. Must be True or False."),
+    (DensityMonitor, {"per_layer": "x"}, "Invalid per_layer='x'. Must be True or False."),
     *(
         (paper_threshold, {"density": rho, "num_elements": 10}, f"Invalid density={rho!r}. Must be within (0, 1]")
         for rho in (0.0, -1.0, 1.1, nan, "a")

@@ -47,14 +47,10 @@ def test_calibration_ends_when_the_standard_error_is_a_fifth_of_the_mean(norms, 
     assert ended == needed
 
 
-@pytest.mark.parametrize("given", [{"threshold": np.float64(0.5)}, {"density": np.float64(0.01)}])
-def test_numpys_numbers_become_pythons_numbers(given):
-    calibrator = Calibrator(HardThreshold(calibration_steps=1, **given), speaks=False, keeps_rest=True)
-    for _ in range(2):
-        calibrator.observe(StepStats(0, 2, 100, 200, 1.0, 4.0, 0, 400, 400))
-    assert "np." not in repr(calibrator.state_dict())
-    calibrator.set_threshold(np.float64(2.0))
-    assert "np." not in repr(calibrator.state_dict())
+def test_numpys_numbers_become_pythons_numbers():
+    given, sparsifier = HardThreshold(threshold=np.float64(0.5)), HardThreshold(density=np.float64(0.01))
+    sparsifier.fix_threshold(np.float64(2.0))
+    assert {type(number) for number in (given.threshold, sparsifier.threshold, sparsifier.density)} == {float}
 
 
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
