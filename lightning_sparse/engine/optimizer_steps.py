@@ -7,7 +7,7 @@ are weak references, and the hooks stay until the last observer is closed.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
@@ -18,35 +18,33 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of ``Optimizer.step``; the first positional one is the optimizer itself."""
-
-
-class Follower(Protocol):
-    """An object that is notified of steps."""
-
-    def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None: ...
-    def _step_ends(self, optimizer: Optimizer) -> None: ...
-
-
-_followers: weakref.WeakKeyDictionary[Follower, None] = weakref.WeakKeyDictionary()
+_followers: weakref.WeakKeyDictionary["StepFollower", None] = weakref.WeakKeyDictionary()
 """In the order of registration."""
 _hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 
-def follow_steps(follower: Follower) -> None:
-    """Notify an object of steps until ``follow_no_steps`` or its deletion."""
-    _followers[follower] = None
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_steps_begin))
-        _hooks.append(register_optimizer_step_post_hook(_steps_end))
+class StepFollower(ABC):
+    """An object that is notified of steps until it is closed or deleted."""
 
+    def __init__(self) -> None:
+        _followers[self] = None
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_steps_begin))
+            _hooks.append(register_optimizer_step_post_hook(_steps_end))
 
-def follow_no_steps(follower: Follower) -> None:
-    """Stop notifying an object."""
-    _followers.pop(follower, None)
-    if not _followers:
-        for hook in _hooks:
-            hook.remove()
-        _hooks.clear()
+    def close(self) -> None:
+        """Stop observing steps."""
+        _followers.pop(self, None)
+        if not _followers:
+            for hook in _hooks:
+                hook.remove()
+            _hooks.clear()
+
+    @abstractmethod
+    def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None: ...
+
+    @abstractmethod
+    def _step_ends(self, optimizer: Optimizer) -> None: ...
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -78,7 +76,7 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class StepObserver(ABC):
+class StepObserver(StepFollower):
     """Observes each optimizer step on given parameters.
 
     An optimizer that wraps another (Lookahead, SAM) counts as one optimizer. Steps inside a backward, by hooks of
@@ -103,7 +101,7 @@ class StepObserver(ABC):
         self._warned: set[str] = set()
         self._outer: Optimizer | None = None
         self._awaited_backward = -1
-        follow_steps(self)
+        super().__init__()
 
     @abstractmethod
     def _before(self, optimizer: Optimizer) -> None:
@@ -118,10 +116,6 @@ class StepObserver(ABC):
         if problem not in self._warned:
             self._warned.add(problem)
             rank_zero_warn(f"lightning_sparse: {text}. See docs/{self._page}.md.")
-
-    def close(self) -> None:
-        """Stop observing steps."""
-        follow_no_steps(self)
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         is_inner = self._outer is not None and self._outer is not optimizer

@@ -25,13 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.optimizer_steps import (
-    Arguments,
-    UnexchangedParameters,
-    follow_no_steps,
-    follow_steps,
-    weak_method,
-)
+from lightning_sparse.engine.optimizer_steps import Arguments, StepFollower, UnexchangedParameters, weak_method
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
 PATIENCE = 20
@@ -52,7 +46,7 @@ def _mark_of(parameter: Tensor, gradient: Tensor) -> _Mark:
     return _Mark(gradient.data_ptr(), gradient._version, parameter._version)
 
 
-class PendingGradients:
+class PendingGradients(StepFollower):
     """Commits or rolls back residuals according to a DDP module's optimizer steps.
 
     Args:
@@ -85,7 +79,7 @@ class PendingGradients:
         self._has_looked = self._is_changing = False
         self._num_exchanges = self._num_steps = self._rolled_back_without_a_step = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        follow_steps(self)
+        super().__init__()
 
     def follow(self, module: DistributedDataParallel) -> None:
         """Observe every forward of a module."""
@@ -107,7 +101,7 @@ class PendingGradients:
     def close(self) -> None:
         """Stop observing steps."""
         _remove(self._watch)
-        follow_no_steps(self)
+        super().close()
         _remove(self._hooks)
 
     @property
