@@ -73,7 +73,13 @@ def describe_machine() -> list[str]:
     versions = ", ".join(f"{name} {installed.get(name, '(not installed)')}" for name in packages)
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     gpus = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
-    lines = [
+    if gpus:
+        has_triton = is_available(torch.device("cuda"))
+        kernels = f"Triton kernels: {'yes' if has_triton else 'no, slower operations replace them'}"
+    else:
+        is_native = native.is_native(torch.empty(0), wire_dtype=torch.float32)
+        kernels = f"compiled functions for CPUs: {'yes' if is_native else 'no, install a C compiler'}"
+    return [
         f"lightning_sparse {__version__}",
         f"  Python {platform.python_version()}, {versions}",
         f"  {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads each",
@@ -81,16 +87,8 @@ def describe_machine() -> list[str]:
         f"  host {socket.gethostname()}: {_address()}",
         *(f"  {name}={os.environ[name]}" for name in INTERFACES if name in os.environ),
         f"  process groups: {', '.join(backends) or 'none'}",
+        f"  {kernels}",
     ]
-    if gpus:
-        lines.append(
-            f"  Triton kernels: {'yes' if is_available(torch.device('cuda')) else 'no, slower operations replace them'}"
-        )
-    elif native.is_native(torch.empty(0), wire_dtype=torch.float32):
-        lines.append("  compiled functions for CPUs: yes")
-    else:
-        lines.append("  compiled functions for CPUs: no, install a C compiler")
-    return lines
 
 
 def measure_link(device: torch.device) -> tuple[float, float]:
