@@ -173,13 +173,9 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside the wrappers of Fabric and ``torch.compile``."""
-    while not isinstance(module, DistributedDataParallel):
-        children = vars(module)["_modules"]  # a compiled module returns attributes of the module inside
-        inner = children.get("_forward_module", children.get("_orig_mod"))
-        if inner is None:
-            break
-        module = inner
-    return module
+    children = vars(module)["_modules"]  # a compiled module returns attributes of the module inside
+    inner = children.get("_forward_module", children.get("_orig_mod"))
+    return module if inner is None else _unwrapped(inner)
 
 
 class SparseJoinHook(JoinHook):
