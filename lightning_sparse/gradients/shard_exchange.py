@@ -13,6 +13,7 @@ that you drop before this call do not change the residual.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import compress
 
 import torch
@@ -110,7 +111,6 @@ class ShardExchange(Averager):
         self.observed_steps = StepsOnAverages(module, named.values())
         self._buckets: list[ShardBucket] = []
         self._taken: set[str] = set()
-        self._marks: dict[int, tuple[list[bool], Tensor]] = {}
         self.residuals = ResidualMemory(in_place=True)
         self._take_in_new()
         trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
@@ -155,7 +155,7 @@ class ShardExchange(Averager):
                     if parameter.grad is not None and id(parameter) in chosen
                 }
                 is_last = bucket is self._buckets[-1]
-                notes = self._marks_of(bucket, gradients)
+                notes = _on_device(tuple(name in gradients for name in bucket.layout.names), self.device)
                 flight.append(bucket.copy_gradients(gradients, self._residual(bucket), is_last=is_last, notes=notes))
                 yield flight[-1]
 
@@ -166,13 +166,6 @@ class ShardExchange(Averager):
         if flight:
             self._engine.account()
         self.is_exchanging = False
-
-    def _marks_of(self, bucket: ShardBucket, used: Collection[str]) -> Tensor:
-        """Return cached marks on the device for parameters that this replica used."""
-        marks = [name in used for name in bucket.layout.names]
-        if bucket.index not in self._marks or self._marks[bucket.index][0] != marks:
-            self._marks[bucket.index] = marks, torch.tensor(marks, dtype=torch.float64).to(self.device)
-        return self._marks[bucket.index][1]
 
     def _take_in_new(self) -> None:
         """Make buckets for parameters that newly require a gradient, equally on all ranks."""
@@ -200,6 +193,11 @@ class ShardExchange(Averager):
         """Return to the state before the first step."""
         super().reset()
         self.is_exchanging = False
+
+
+@lru_cache(maxsize=64)
+def _on_device(marks: tuple[bool, ...], device: torch.device) -> Tensor:
+    return torch.tensor(marks, dtype=torch.float64).to(device)
 
 
 def shard_exchange(
