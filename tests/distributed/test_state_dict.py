@@ -3,6 +3,7 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,8 +71,8 @@ def test_a_resumed_loop_equals_an_uninterrupted_loop(num_workers, sparsifier):
 @pytest.mark.parametrize(
     "sparsifier",
     [
-        HardThreshold(threshold=0.2),
-        HardThreshold(density=0.05, calibration_steps=1),
+        HardThreshold(threshold=np.float64(0.2)),
+        HardThreshold(density=np.float64(0.05), calibration_steps=1),
         HardThreshold(density=0.05, calibration_steps=1, granularity="layer"),
         TopK(0.1, granularity="model"),
         RandomK(0.1),

@@ -1,7 +1,6 @@
 import dataclasses
 from math import isfinite, sqrt
 
-import numpy as np
 import pytest
 import torch
 
@@ -45,12 +44,6 @@ def test_calibration_ends_when_the_standard_error_is_a_fifth_of_the_mean(norms, 
         assert calibration.is_complete == is_known
         ended = ended or (step if calibration.is_complete else None)
     assert ended == needed
-
-
-def test_numpys_numbers_become_pythons_numbers():
-    given, sparsifier = HardThreshold(threshold=np.float64(0.5)), HardThreshold(density=np.float64(0.01))
-    sparsifier.fix_threshold(np.float64(2.0))
-    assert {type(number) for number in (given.threshold, sparsifier.threshold, sparsifier.density)} == {float}
 
 
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
