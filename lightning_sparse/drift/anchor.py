@@ -1,6 +1,6 @@
 """The anchor, which all workers share, and its outer optimizer."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -106,15 +106,6 @@ def _largest(values: Tensor) -> Tensor:
         return values.new_zeros((), dtype=torch.float64)
     lowest, highest = torch.aminmax(values)
     return torch.maximum(highest, -lowest).double()
-
-
-def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return nonempty parameters that require a gradient, except the given names."""
-    return {
-        name: parameter
-        for name, parameter in named.items()
-        if parameter.requires_grad and parameter.numel() and name not in but
-    }
 
 
 def outer_state(outer: Optimizer | None, buckets: Sequence[AnchorBucket]) -> tuple[Tensors, dict[str, Any]]:

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.drift.anchor import drifting
-from lightning_sparse.drift.drift_exchange import DriftExchange
+from lightning_sparse.drift.drift_exchange import DriftExchange, drifting
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensors

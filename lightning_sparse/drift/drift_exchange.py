@@ -1,6 +1,6 @@
 """Starts an exchange of drifts, and moves anchor and weights by the average."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,14 +9,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.drift.anchor import (
-    AnchorBucket,
-    DriftBucket,
-    WeightOwnership,
-    drifting,
-    load_outer,
-    outer_state,
-)
+from lightning_sparse.drift.anchor import AnchorBucket, DriftBucket, WeightOwnership, load_outer, outer_state
 from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, ignored_names
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
@@ -243,3 +236,12 @@ class DriftExchange:
                     )
             else:
                 self.outer.add_param_group({"params": anchors})
+
+
+def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return nonempty parameters that require a gradient, except the given names."""
+    return {
+        name: parameter
+        for name, parameter in named.items()
+        if parameter.requires_grad and parameter.numel() and name not in but
+    }
