@@ -262,7 +262,7 @@ def _mean_on_first(tensors: Mapping[Any, Tensor], workers: Workers) -> dict[Any,
     means = {}
     for key, tensor in tensors.items():
         total = room[: tensor.numel()].copy_(tensor.flatten())
-        workers.sum_on_first(total)
+        workers.all_reduce(total).wait()
         if workers.rank == 0:
             means[key] = total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True)
     return means

@@ -168,14 +168,6 @@ class Workers:
                 objects.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
         return objects
 
-    def sum_on_first(self, tensor: Tensor) -> None:
-        """Sum a tensor of any device over the workers, in place on rank 0; undefined on others. Collective."""
-        if self.num_workers > 1:
-            total = tensor.to(self.message_device(tensor.device))
-            dist.reduce(total, self.global_ranks[0], group=self.group)
-            if total is not tensor:
-                tensor.copy_(total)
-
     def message_device(self, device: torch.device) -> torch.device:
         """Return the device for sending a tensor: the CPU for Gloo, a GPU for NCCL."""
         if self.is_over_gloo:

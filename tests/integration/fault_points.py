@@ -31,7 +31,7 @@ from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.selection import extraction
 
 COLLECTIVES = (
-    *("irecv", "isend", "send", "recv", "reduce", "all_reduce", "all_gather", "all_gather_into_tensor"),
+    *("irecv", "isend", "send", "recv", "all_reduce", "all_gather", "all_gather_into_tensor"),
     *("all_gather_object", "all_to_all_single", "broadcast_object_list", "new_group", "destroy_process_group"),
 )
 PARTS: dict[Any, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     PendingGradients: ("end_exchange", "note_gradients", "_step_begins", "_step_ends"),
     save_barrier.SaveBarrier: ("wait", "workers_apart"),
     saving: ("why_not_together", "collect"),
-    Workers: ("sum_on_first", "average", "gather_objects_to_first"),
+    Workers: ("average", "gather_objects_to_first"),
     DriftExchange: ("depart", "land", "_move_anchor"),
     Engine: ("add", "finish", "account"),
     SparseModelAverager: ("step", "snapshot"),
