@@ -62,7 +62,7 @@ def restore(
     with raised_together():
         saved = own_content(content, first.kind)
         if saved is not None:
-            require_seal(saved, but=_parts_of_others(saved, averagers))
+            require_seal(saved)
     for averager in averagers:
         averager.reset()
     if saved is None:
@@ -153,16 +153,6 @@ def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Map
     elif kind == "gradients" and not saved["workers"] and saved["numbers"]["last_step"] is not None:
         say_incomplete(kind, saved["why_incomplete"] or "worker_state='small'")
     return saved, SavedTensors(saved)
-
-
-def _parts_of_others(saved: Mapping[str, Any], averagers: Sequence[Averager]) -> tuple[str, ...]:
-    """Return paths of tensors that only other processes load, which this process need not check."""
-    count, own = averagers[0].workers.num_workers, {averager.workers.rank for averager in averagers}
-    held = saved.get("workers")
-    if saved.get("world_size") != count or not isinstance(held, list) or len(held) != count:
-        return ()
-    places = ["workers", *(f"extras/{rank}" for rank in range(averagers[0].replica.num_workers))]
-    return tuple(f"{place}/{rank}" for place in places for rank in range(count) if rank not in own)
 
 
 def _say_world_size(averager: Averager, saved: int) -> None:

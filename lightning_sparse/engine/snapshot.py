@@ -84,18 +84,14 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, SEAL: {path: _description(entry) for path, entry in _entries_of(state)}}
 
 
-def require_seal(state: Any, *, but: tuple[str, ...] = ()) -> None:
-    """Raise ``DamagedStateError`` if an entry has changed since ``sealed``.
-
-    Skips parts with paths in ``but``, such as ``workers/3``.
-    """
+def require_seal(state: Any) -> None:
+    """Raise ``DamagedStateError`` if an entry has changed since ``sealed``."""
     seal = state.get(SEAL) if isinstance(state, Mapping) else None
     if not isinstance(seal, Mapping):
         raise DamagedStateError("its seal", "is missing")
-    unchecked = tuple(f"{part}/" for part in but)
-    entries = {path: entry for path, entry in _entries_of(state) if not path.startswith(unchecked)}
+    entries = dict(_entries_of(state))
     for path in seal:
-        if path not in entries and not path.startswith(unchecked):
+        if path not in entries:
             raise DamagedStateError(path, "is missing")
     for path, entry in entries.items():
         if path not in seal:

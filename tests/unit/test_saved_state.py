@@ -60,10 +60,10 @@ def test_a_message_names_the_entry_and_both_values() -> None:
     saved["residuals"][0]["fc.weight"][1] = float("nan")
     with pytest.raises(DamagedStateError, match=r"residuals/0/fc.weight is a tensor .* and was a tensor "):
         require_seal(saved)
-    require_seal(saved, but=("residuals/0",))
+    saved["residuals"][0]["fc.weight"][1] = 4.0
     saved["shared"]["next_step"] = "5"
     with pytest.raises(DamagedStateError, match=r"shared/next_step is '5' and was 5\. "):
-        require_seal(saved, but=("residuals/0",))
+        require_seal(saved)
 
 
 def test_saving_waits_less_for_workers_that_may_be_missing():
