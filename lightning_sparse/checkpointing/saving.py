@@ -5,12 +5,13 @@ A worker that raised an exception or got a signal may be alone, so workers first
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate, groupby
 from math import sqrt
 from pathlib import Path
 from traceback import walk_stack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.selection.numbers import squared_norm
 
+_T = TypeVar("_T")
 PATIENCE = 300.0
 """Seconds that a worker waits until all others save. Validation may delay a worker that long."""
 PATIENCE_IN_TROUBLE = 15.0
@@ -58,18 +60,45 @@ def is_in_trouble() -> bool:
     return any(name.endswith("signal_connector") for name in callers)
 
 
-def why_not_together(
-    averager: SparseState | SparseModelAverager, timeout: timedelta | None, obstacles: Sequence[str]
-) -> str | None:
-    """Wait until all workers save; return None, or the reason why they cannot.
+def together(
+    averager: SparseState | SparseModelAverager,
+    timeout: timedelta | None,
+    obstacles: Sequence[str],
+    function: Callable[[Workers], _T],
+    action: str,
+) -> tuple[_T | None, str | None]:
+    """Return the result of a collective function of all workers and None, or None and the reason after a warning.
 
-    The reason is the same on all workers that came. Workers must agree on ``obstacles``, the reasons why this worker
-    cannot save in addition to the averager's own.
+    The reason is the same on all workers that came.
+
+    Args:
+        averager: this worker's.
+        timeout: of the process group, the longest time to wait for others.
+        obstacles: why this worker cannot save, beside the averager's own. Workers must agree on them.
+        function: gets the workers in a separate group.
+        action: names the function in the reason if it fails.
     """
-    patience = patience_of(timeout, is_broken_off=averager.is_exchanging)
-    obstacles = [*obstacles, *averager.obstacles()]
-    status = {"progress": averager.progress, "obstacles": obstacles}
-    return averager.save_barrier.wait(status, patience) or next(iter(obstacles), None)
+    barrier, why_not = averager.save_barrier, "it was saved in the middle of another save"
+    if not barrier.is_saving:
+        obstacles = [*obstacles, *averager.obstacles()]
+        status = {"progress": averager.progress, "obstacles": obstacles}
+        patience = patience_of(timeout, is_broken_off=averager.is_exchanging)
+        why_not = barrier.wait(status, patience) or next(iter(obstacles), "")
+    if not why_not:
+        barrier.is_saving = True  # a signal may request another save during this one
+        try:
+            return function(barrier.workers_apart()), None
+        except RuntimeError as error:
+            if averager.workers.rank != 0:
+                raise
+            # A worker died or left. A file without its state is still useful, like a file of plain DDP.
+            barrier.give_up_apart()
+            why_not = f"{action} failed: {str(error).splitlines()[0]}"
+        finally:
+            barrier.is_saving = False
+    if averager.workers.rank == 0:
+        warn_of_incomplete(averager.kind, why_not)
+    return None, why_not
 
 
 def collect_together(
@@ -89,32 +118,20 @@ def collect_together(
     Args:
         averager: this worker's.
         worker_state: whether the content holds every worker's state, or only as much as one worker has.
-        timeout: of the process group, the longest time to wait for others.
-        obstacles: why this worker cannot save, beside the averager's own.
+        timeout: see ``together``.
+        obstacles: see ``together``.
         why_not: why no tensors can be saved, if a warning has given the reason already.
         extra: further plain values of this worker.
     """
-    workers, barrier = averager.workers, averager.save_barrier
+
+    def collect_apart(workers: Workers) -> dict[str, Any] | None:
+        return collect(averager, workers, worker_state, extra=extra)
+
     if why_not is None and kinds_of(averager, worker_state):
-        why_not = "it was saved in the middle of another save"
-        if not barrier.is_saving:
-            why_not = why_not_together(averager, timeout, obstacles)
+        content, why_not = together(averager, timeout, obstacles, collect_apart, "gathering them")
         if why_not is None:
-            barrier.is_saving = True  # a signal may request another save during this one
-            try:
-                apart = barrier.workers_apart() if workers.num_workers > 1 else workers
-                return collect(averager, apart, worker_state, extra=extra)
-            except RuntimeError as error:
-                if workers.rank != 0:
-                    raise
-                # A worker died or left. A file without residuals is still useful, like a file of plain DDP.
-                barrier.give_up_apart()
-                why_not = f"gathering them failed: {str(error).splitlines()[0]}"
-            finally:
-                barrier.is_saving = False
-        if workers.rank == 0:
-            warn_of_incomplete(averager.kind, why_not)
-    return collect(averager, workers, worker_state, why_not=why_not)
+            return content
+    return collect(averager, averager.workers, worker_state, why_not=why_not)
 
 
 def kinds_of(averager: Averager, worker_state: WorkerState) -> tuple[str, ...]:
@@ -240,18 +257,10 @@ def _gathered(
 
 def _chunks(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[tuple[str, str], Any]]:
     """Yield chunks of entries by kind and name, equal on workers with equal parameters."""
-    chunk: dict[tuple[str, str], Any] = {}
-    num_bytes = 0
-    for kind, of_kind in tree.items():
-        for name, entry in of_kind.items():
-            size = entry.nbytes if isinstance(entry, Tensor) else CHUNK_BYTES
-            if chunk and num_bytes + size > CHUNK_BYTES:
-                yield chunk
-                chunk, num_bytes = {}, 0
-            chunk[kind, name] = entry
-            num_bytes += size
-    if chunk:
-        yield chunk
+    entries = [((kind, name), entry) for kind, of_kind in tree.items() for name, entry in of_kind.items()]
+    ends = accumulate(getattr(entry, "nbytes", CHUNK_BYTES) for _, entry in entries)
+    for _, chunk in groupby(zip(ends, entries, strict=True), lambda placed: placed[0] // CHUNK_BYTES):
+        yield dict(entry for _, entry in chunk)
 
 
 def _mean_on_first(tensors: Mapping[Any, Tensor], workers: Workers) -> dict[Any, Tensor]:

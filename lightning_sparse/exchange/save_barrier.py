@@ -55,6 +55,8 @@ class SaveBarrier:
 
         The first call after a wait of all workers creates the group.
         """
+        if self._workers.num_workers == 1:
+            return self._workers
         if self._apart is None:
             self._times_apart += 1
             self._apart = apart(self._workers, f"{self._name}/apart {self._times_apart}")

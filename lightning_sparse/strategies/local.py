@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import warn_of_incomplete
-from lightning_sparse.checkpointing.saving import (
-    collect_together,
-    content_of_launcher,
-    is_in_trouble,
-    why_not_together,
-)
+from lightning_sparse.checkpointing.saving import collect_together, content_of_launcher, is_in_trouble, together
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import weak_method
@@ -217,19 +211,9 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
-        barrier = averager.save_barrier
-        self._why_not = why_not_together(averager, self._timeout, self._obstacles())
-        if self._why_not is None:
-            try:
-                return averager.shared.mean(barrier.workers_apart())
-            except RuntimeError as error:  # a worker died or left
-                if averager.workers.rank != 0:
-                    raise
-                barrier.give_up_apart()
-                self._why_not = f"averaging weights failed: {str(error).splitlines()[0]}"
-        if averager.workers.rank == 0:
-            warn_of_incomplete("drifts", self._why_not)
-        return None
+        mean = averager.shared.mean
+        weights, self._why_not = together(averager, self._timeout, self._obstacles(), mean, "averaging weights")
+        return weights
 
     def _obstacles(self) -> list[str]:
         """Return reasons why drifts cannot be saved now, in equal words on all workers."""

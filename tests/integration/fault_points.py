@@ -42,7 +42,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     ResidualMemory: ("keep", "commit"),
     PendingGradients: ("end_exchange", "note_gradients", "_step_begins", "_step_ends"),
     save_barrier.SaveBarrier: ("wait", "workers_apart"),
-    saving: ("why_not_together", "collect"),
+    saving: ("together", "collect"),
     Workers: ("average", "gather_objects_to_first"),
     DriftExchange: ("depart", "land", "_move_anchor"),
     Engine: ("add", "finish", "account"),
