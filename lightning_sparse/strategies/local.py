@@ -10,7 +10,6 @@ from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
@@ -26,6 +25,8 @@ from lightning_sparse.strategies.options import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 _OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")  # the first from Lightning 2.6 on
+_IN_A_STEP = ("training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
+"""Lightning's hooks during which a backward may still need the weights of its forward."""
 
 
 class LocalTraining(SparseStrategy):
@@ -156,8 +157,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     """
 
     _lightning_arguments = process_group_arguments
-    _is_in_a_step = False
-    """Whether a backward may still need the weights of its forward."""
 
     @override
     def configure_ddp(self) -> None:
@@ -177,31 +176,6 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
             )
 
     @override
-    def _after_step(self) -> None:
-        self._is_in_a_step = False
-        super()._after_step()
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._is_in_a_step = False  # the last training_step may have returned None, without a backward
-        super().on_train_batch_start(batch, batch_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._is_in_a_step = True
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            if self.lightning_module is None or not self.lightning_module.automatic_optimization:
-                self._is_in_a_step = False
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-            self._is_in_a_step = False
-
-    @override
     def teardown(self) -> None:
         super().teardown()
         if self.state is not None:
@@ -218,10 +192,11 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     def _obstacles(self) -> list[str]:
         """Return reasons why drifts cannot be saved now, in equal words on all workers."""
         assert self.state is not None
+        hook = getattr(self.lightning_module, "_current_fx_name", None)
         obstacles = {
             "the shared weights were changed": self.state.shared.was_written_to,
             # Received values would change weights that a backward needs.
-            "an exchange has not ended": bool(self.state.exchange.flight) and (is_in_trouble() or self._is_in_a_step),
+            "an exchange has not ended": bool(self.state.exchange.flight) and (is_in_trouble() or hook in _IN_A_STEP),
         }
         return [why for why, is_so in obstacles.items() if is_so]
 
