@@ -30,7 +30,7 @@ from lightning_sparse.checkpointing.content import (
 )
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
+from lightning_sparse.engine.snapshot import Tensors, copied
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.shard_exchange import ShardExchange
@@ -196,18 +196,6 @@ def collect(
         is_mean = worker_state == "small" and replica.num_workers == 1
         content["workers"] = _gathered(own, workers, replica, is_mean=is_mean) if own else []
     return content if is_first else None
-
-
-def collect_here(averagers: Sequence[Averager], worker_state: WorkerState) -> dict[str, Any]:
-    """Return the content of a checkpoint of workers in this process."""
-    snapshots = [averager.snapshot() for averager in averagers]
-    content = _empty_content("gradients", len(averagers), 1, None)
-    content |= {"numbers": snapshots[0].numbers, "histories": [snapshots[0].history]}
-    residuals = [snapshot.own["residual"] for snapshot in snapshots]
-    content["unsent_norm"] = unsent_norm(residuals)
-    kept = [mean_of_workers(residuals)] if worker_state == "small" else residuals
-    content["workers"] = [{"residual": copied(residual)} for residual in kept]
-    return content
 
 
 def content_of_launcher(strategy: ParallelStrategy, kind: str) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ class ThreadWorkers:
         self._barrier = Barrier(num_workers)
         self._parts: list[Any] = [None] * num_workers
         self.workers = [_InProcess(None, rank, num_workers, self) for rank in range(num_workers)]
-        self._threads = ThreadPoolExecutor(num_workers)
+        self._threads = ThreadPoolExecutor(num_workers)  # its threads end with this object
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Return ``[function(rank) for every rank]``, called in parallel threads with common collectives.
@@ -34,10 +34,6 @@ class ThreadWorkers:
         for error in sorted(raised, key=lambda error: isinstance(error, BrokenBarrierError)):
             raise error
         return [future.result() for future in futures]
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown()
 
     def _call(self, function: Callable[[int], Any], rank: int) -> Any:
         try:
@@ -79,6 +75,10 @@ class _InProcess(Workers):
                 total += given
         tensor.copy_(total)
         return Pending()
+
+    def gather_objects_to_first(self, local_value: Any) -> list[Any]:
+        with self.threads.swap(self.rank, local_value) as parts:
+            return [*parts] if self.rank == 0 else []
 
     @cached_property
     def _backends(self) -> str:

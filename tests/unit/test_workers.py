@@ -78,7 +78,6 @@ def threads():
     made = ThreadWorkers(3)
     yield made
     made._barrier.abort()  # if a thread still waits, the test fails and does not hang
-    made.close()
 
 
 def test_collectives_of_threads_equal_those_of_a_process_group(threads):

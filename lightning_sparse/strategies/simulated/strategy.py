@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.saving import collect_here
+from lightning_sparse.checkpointing.saving import collect
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import ExchangeOptions
@@ -260,7 +260,11 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        return None if self.workers is None else collect_here(self.workers.each, self.worker_state)
+        if self.workers is None:
+            return None
+        workers = self.workers.each
+        content, *_ = self.workers.run(lambda rank: collect(workers[rank], workers[rank].workers, self.worker_state))
+        return content  # type: ignore[no-any-return]
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -269,8 +273,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        if self.workers is not None:
-            self.workers.close()
         if self._loader is not None:
             self._loader.close()
         super().teardown()
