@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_sparse.engine.snapshot import DamagedStateError
+from lightning_sparse.engine.snapshot import require_seal
 
 WorkerState = Literal["full", "small"]
 
@@ -51,23 +51,21 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
     """Return a checkpoint's entry if averaging of this kind saved it, else None after a message.
 
     Raises:
-        DamagedStateError: no version of this package wrote the content.
+        DamagedStateError: the content has changed since it was saved.
         RuntimeError: a newer version wrote it.
     """
     if content is None:
         rank_zero_info(f"lightning_sparse: the checkpoint was written without a sparse exchange. {STARTS[kind]}")
         return None
-    fields = content if isinstance(content, Mapping) else {}
-    writer, version, unsent = fields.get("kind"), fields.get("version"), fields.get("unsent_norm")
-    if not isinstance(writer, str) or writer not in WRITERS:
-        raise DamagedStateError("kind", f"is {writer!r}, which is none of {', '.join(map(repr, WRITERS))}")
-    if not isinstance(version, int) or not isinstance(unsent, (float, type(None))):
-        raise DamagedStateError("version", f"is {version!r}")
-    if version > VERSION:
+    fields: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
+    version = fields.get("version")
+    if isinstance(version, int) and version > VERSION:
         raise RuntimeError(
-            f"The checkpoint holds {writer} in format {version}, but this version of lightning_sparse reads formats "
-            f"up to {VERSION}. Update lightning_sparse."
+            f"The checkpoint holds {fields.get('kind')} in format {version}, but this version of lightning_sparse "
+            f"reads formats up to {VERSION}. Update lightning_sparse."
         )
+    require_seal(content)
+    writer, unsent = fields["kind"], fields["unsent_norm"]
     if writer == kind:
         return fields
     who = WRITERS[writer]

@@ -10,25 +10,11 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from lightning_sparse.checkpointing.content import (
-    FOLDER,
-    OPTIMIZERS,
-    SHARED,
-    UNSENT,
-    own_content,
-    say_incomplete,
-)
+from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, UNSENT, own_content, say_incomplete
 from lightning_sparse.checkpointing.saving import mean_of_workers
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
-from lightning_sparse.engine.snapshot import (
-    DamagedStateError,
-    Snapshot,
-    Tensors,
-    require_seal,
-    unsent_norm,
-    warn_of_forgotten,
-)
+from lightning_sparse.engine.snapshot import DamagedStateError, Snapshot, Tensors, unsent_norm, warn_of_forgotten
 from lightning_sparse.exchange.agreement import raised_together
 from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, shapes_in_folder
 
@@ -61,8 +47,6 @@ def restore(
     first = averagers[0]
     with raised_together():
         saved = own_content(content, first.kind)
-        if saved is not None:
-            require_seal(saved)
     for averager in averagers:
         averager.reset()
     if saved is None:
