@@ -7,6 +7,7 @@ A worker that raised an exception or got a signal may be alone, so workers first
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate, groupby
 from math import sqrt
 from pathlib import Path
@@ -109,8 +110,8 @@ def collect_together(
     obstacles: Sequence[str] = (),
     why_not: str | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any] | None:
-    """Return the content of a file on rank 0, None elsewhere. Every worker should call this.
+) -> dict[str, Any]:
+    """Return the content of a file, complete on rank 0. Every worker should call this.
 
     If a worker does not, or if workers are not at the same step, the content has no tensors of workers. Later steps do
     not change the content's tensors, so they may be written while training goes on.
@@ -123,13 +124,10 @@ def collect_together(
         why_not: why no tensors can be saved, if a warning has given the reason already.
         extra: further plain values of this worker.
     """
-
-    def collect_apart(workers: Workers) -> dict[str, Any] | None:
-        return collect(averager, workers, worker_state, extra=extra)
-
     if why_not is None and kinds_of(averager, worker_state):
+        collect_apart = partial(collect, averager, worker_state=worker_state, extra=extra)
         content, why_not = together(averager, timeout, obstacles, collect_apart, "gathering them")
-        if why_not is None:
+        if content is not None:
             return content
     return collect(averager, averager.workers, worker_state, why_not=why_not)
 
@@ -151,8 +149,8 @@ def collect(
     folder: Path | None = None,
     extra: Mapping[str, Any] | None = None,
     optimizers: Mapping[str, Any] | None = None,
-) -> dict[str, Any] | None:
-    """Return the content of a checkpoint without its seal on rank 0; None on other ranks.
+) -> dict[str, Any]:
+    """Return the content of a checkpoint without its seal, complete on rank 0.
 
     Collective for the ranks of a replica, and for all ranks if tensors of workers are kept. In one file rank 0 needs
     the memory of the content, and beside it four times ``CHUNK_BYTES`` or the largest tensor.
@@ -167,15 +165,14 @@ def collect(
         optimizers: this rank's optimizer states by their place, of distributed tensors.
     """
     replica = averager.replica
-    is_first = workers.rank == replica.rank == 0
     content = _empty_content(averager.kind, workers.num_workers, replica.num_workers, why_not)
     if why_not is not None and averager.kind == "drifts":
-        return content if is_first else None
+        return content
     kinds = kinds_of(averager, worker_state) if why_not is None else ()
     snapshot = averager.snapshot(workers if kinds else None)
     content |= {"numbers": snapshot.numbers, "histories": replica.gather_objects_to_first(snapshot.history)}
     if not kinds:
-        return content if is_first else None
+        return content
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
     square = sum(float(squared_norm(tensor)) for tensor in kept.get(UNSENT[averager.kind], {}).values())
     extras = {**(snapshot.extra if "weights" in kinds else {}), **(extra or {})}
@@ -195,7 +192,7 @@ def collect(
             content["shared"] = next(iter(_gathered(shared, Workers(None, 0, 1), replica)), {})
         is_mean = worker_state == "small" and replica.num_workers == 1
         content["workers"] = _gathered(own, workers, replica, is_mean=is_mean) if own else []
-    return content if is_first else None
+    return content
 
 
 def content_of_launcher(strategy: ParallelStrategy, kind: str) -> dict[str, Any] | None:

@@ -188,7 +188,7 @@ class SparseStrategy(TakesOptions):
 
     @abstractmethod
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        """Return the content of a checkpoint on rank 0. Collective: Lightning calls every rank.
+        """Return the content of a checkpoint, complete on rank 0. Collective: Lightning calls every rank.
 
         Args:
             checkpoint: Lightning's checkpoint.

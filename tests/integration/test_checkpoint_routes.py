@@ -112,7 +112,7 @@ def test_later_steps_do_not_change_the_collected_state() -> None:
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
     content = collect_together(state, "full", None)
-    workers = content["workers"] if content is not None else []  # only rank 0 has it
+    workers = content["workers"]  # only rank 0 has any
     before = copy.deepcopy(workers)
     for _ in range(2):
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -135,7 +135,7 @@ def test_gathering_residuals_needs_less_memory_than_the_residuals_of_a_worker(ki
     before = memory("VmHWM")
     content = collect_together(state, kind, None)
     growth = memory("VmHWM") - before
-    workers = [] if content is None else content["workers"]
+    workers = content["workers"]
     held = sum(tensor.nbytes for worker in workers for tensor in worker["residual"].values())
     residual_bytes = 25 * 4 * MILLION + 4 * 6  # 6 zeros for the parameters of the model
     assert held == (copies * residual_bytes if dist.get_rank() == 0 else 0)

@@ -263,8 +263,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         if self.workers is None:
             return None
         workers = self.workers.each
-        content, *_ = self.workers.run(lambda rank: collect(workers[rank], workers[rank].workers, self.worker_state))
-        return content  # type: ignore[no-any-return]
+        contents = self.workers.run(lambda rank: collect(workers[rank], workers[rank].workers, self.worker_state))
+        return contents[0]  # type: ignore[no-any-return]
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
