@@ -89,8 +89,7 @@ class SaveBarrier:
 
     def _report(self, status: dict[str, Any], patience: float) -> str | None:
         attempt = f"{self._workers.rank}/{self._attempts}"
-        self._store.set(f"{attempt}/status", json.dumps(status))
-        self._store.set(f"{self._workers.rank}/came", str(self._attempts))
+        self._store.set(f"{self._workers.rank}/came", json.dumps([attempt, status]))
         if not self._is_set_in_time(f"{attempt}/verdict", patience):
             if self._store.add(f"{attempt}/taken", 1) == 1:
                 return "rank 0 did not reach the save"
@@ -100,28 +99,27 @@ class SaveBarrier:
         return verdict
 
     def _decide(self, status: dict[str, Any], patience: float) -> str | None:
-        taken: dict[int, str] = {}
+        taken: dict[int, tuple[str, dict[str, Any]]] = {}
         others = range(1, self._workers.num_workers)
 
         def have_all_arrived() -> bool:
             for rank in others:
                 if rank not in taken and self._store.check([f"{rank}/came"]):
-                    attempt = f"{rank}/{self._store.get(f'{rank}/came').decode()}"
+                    attempt, other_status = json.loads(self._store.get(f"{rank}/came"))
                     if self._store.add(f"{attempt}/taken", 1) == 1:
-                        taken[rank] = attempt
+                        taken[rank] = attempt, other_status
             return len(taken) == len(others)
 
         reason = None
         if _wait_until(have_all_arrived, patience):
-            statuses = {rank: json.loads(self._store.get(f"{taken[rank]}/status")) for rank in others}
-            rank = next((rank for rank in others if statuses[rank] != status), None)
+            rank = next((rank for rank in others if taken[rank][1] != status), None)
             if rank is not None:
-                reason = f"workers are at different points: rank 0 at {status}, rank {rank} at {statuses[rank]}"
+                reason = f"workers are at different points: rank 0 at {status}, rank {rank} at {taken[rank][1]}"
         else:
             absent = [str(rank) for rank in others if rank not in taken]
             names = ", ".join(absent[:8]) + ", …" * (len(absent) > 8)
             reason = f"rank{'s' * (len(absent) > 1)} {names} did not reach the save within {patience:g} s"
-        for attempt in taken.values():
+        for attempt, _ in taken.values():
             self._store.set(f"{attempt}/verdict", json.dumps(reason))
         return reason
 

@@ -3,7 +3,6 @@
 A tensor with its parameter's layout can be read with any other sharding.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
 
 
 def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
@@ -33,11 +33,7 @@ def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
 
 def whole(tree: Any) -> Any:
     """Return nested containers with full tensors instead of sharded ones. Collective for their ranks."""
-    if isinstance(tree, Mapping):
-        return {name: whole(entry) for name, entry in tree.items()}
-    if isinstance(tree, list):
-        return [whole(entry) for entry in tree]
-    return tree.full_tensor() if isinstance(tree, DTensor) else tree
+    return tree_map_only(DTensor, DTensor.full_tensor, tree)
 
 
 def own_part(parameter: Tensor, full: Tensor) -> Tensor:

@@ -62,11 +62,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         given = self._ddp_kwargs
         # Avoids copies of gradients into buckets and back. In manual optimization, it could change gradients that a
         # program keeps during another backward. It would also drop old gradients of unused parameters (ParameterUse).
-        if (
-            self.lightning_module is not None
-            and self.lightning_module.automatic_optimization
-            and not (given.get("find_unused_parameters") or given.get("static_graph"))
-        ):
+        may_have_unused = given.get("find_unused_parameters") or given.get("static_graph")
+        if self._module.automatic_optimization and not may_have_unused:
             self._ddp_kwargs = {"gradient_as_bucket_view": True} | given
         try:
             return super()._setup_model(model)
@@ -100,14 +97,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)  # exchanges the first buckets of a static graph
-        if not _LIGHTNING_STARTS_STATIC_GRAPHS:
+        if not (_LIGHTNING_STARTS_STATIC_GRAPHS or self._module.automatic_optimization):
             self._start_static_graph()
         if self.state is not None:
             self.state.pending_gradients.backward_has_ended()
 
     def _start_static_graph(self) -> None:
-        if self.lightning_module is None or self.lightning_module.automatic_optimization:
-            return
         assert isinstance(self.model, DistributedDataParallel)
         if self.model.static_graph and not self._pl_static_graph_delay_done:
             reducer: Any = self.model.reducer

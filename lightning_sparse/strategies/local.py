@@ -76,9 +76,8 @@ class LocalTraining(SparseStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._return_weights()  # a checkpoint may contain other weights
-        assert self.lightning_module is not None
         kinds = tuple(kind for name in _OWN_WEIGHTS if (kind := getattr(callbacks, name, None)) is not None)
-        trainer: Any = self.lightning_module.trainer
+        trainer: Any = self._module.trainer
         found = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]
         if found:
             rank_zero_warn(
@@ -192,7 +191,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     def _obstacles(self) -> list[str]:
         """Return reasons why drifts cannot be saved now, in equal words on all workers."""
         assert self.state is not None
-        hook = getattr(self.lightning_module, "_current_fx_name", None)
+        hook = self._module._current_fx_name
         obstacles = {
             "the shared weights were changed": self.state.shared.was_written_to,
             # Received values would change weights that a backward needs.

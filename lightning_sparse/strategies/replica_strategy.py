@@ -89,8 +89,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         self._data_parallel_size = shards
         names = ("replicate", "data_parallel", "tensor_parallel")
         self._device_mesh = replica_mesh(self.root_device.type, (replicas, shards, tensor), names)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        self._module._device_mesh = self._device_mesh
 
     @property
     @override
@@ -134,8 +133,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         # The arguments after the path differ between versions of Lightning.
         with self._nothing_counts():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
-            assert self.lightning_module is not None
-            if self.state is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            if self.state is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
                 path = Path(self.broadcast(checkpoint_path))
                 self._restore(checkpoint, path=path, module=self.model, optimizers=self.optimizers)
         return checkpoint
@@ -158,8 +156,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Lightning calls this on every rank first, and then save_checkpoint.
-        if self._save_barrier is not None and self.lightning_module is not None:
-            step = {"step": self.lightning_module.trainer.global_step}
+        if self._save_barrier is not None:
+            step = {"step": self._module.trainer.global_step}
             try:
                 why_not = self._save_barrier.wait(step, patience_of(self._timeout))
             except dist.DistNetworkError:  # of the store, which ends with rank 0

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -40,6 +41,7 @@ class SparseStrategy(TakesOptions):
 
     Attributes:
         state: the averager of the running or last ``fit``, None before.
+        averagers: the averagers of this process, whose first is ``state``; empty before a ``fit``.
         sparsifier: the given sparsifier.
         step_log: exchanges that are not logged yet.
         per_layer_stats: whether to exchange statistics of layers; a callback's ``setup`` may set it, on all ranks.
@@ -68,6 +70,7 @@ class SparseStrategy(TakesOptions):
         self.sparsifier = sparsifier
         self.worker_state = worker_state
         self.state = None
+        self.averagers: Sequence[Averager] = []
         self.step_log = StepLog()
         self.per_layer_stats = self._is_stepping = False
         self._batches = 0
@@ -77,13 +80,13 @@ class SparseStrategy(TakesOptions):
         return arguments
 
     @property
-    def averagers(self) -> Sequence[Averager]:
-        """The averagers of this process, whose first is ``state``."""
-        return [] if self.state is None else [self.state]
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def _follow(self, state: Any) -> None:
         """Log the exchanges of a new ``fit`` and report likely problems."""
-        self.state = state
+        self.state, self.averagers = state, [state]
         self.step_log = StepLog()
         state.subscribe(self.step_log.add)
         self._advice = Advice(state, self._options, is_sharded=self._is_sharded)
@@ -118,16 +121,14 @@ class SparseStrategy(TakesOptions):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
         every_n_steps = getattr(self._options, "every_n_steps", 1)
-        self._advice.begin(self.optimizers, exchanges_of(self.lightning_module, every_n_steps))
+        self._advice.begin(self.optimizers, exchanges_of(self._module, every_n_steps))
         self._batches, self._progress_at_start = 0, self.state.progress
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self.step_log.begin_batch(trainer)
         for averager in self.averagers:
             tell_epoch(averager, trainer.current_epoch, self.optimizers)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from lightning.fabric.utilities import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.saving import collect
-from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
@@ -103,16 +101,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         require_arguments(self, arguments, known, "Lightning's SingleDeviceStrategy")
         return arguments
 
-    @property
-    @override
-    def averagers(self) -> Sequence[Averager]:
-        return [] if self.workers is None else self.workers.each
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -135,6 +123,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             self.num_workers, self.sparsifier, trained, self._options, per_layer_stats=self.per_layer_stats
         )
         self._follow(self.workers.each[0])
+        self.averagers = self.workers.each
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
