@@ -47,15 +47,6 @@ def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: s
     return made
 
 
-def apart(workers: Workers, name: str) -> Workers:
-    """Return the same workers in a new group with separate connections; see ``new_group``. Collective."""
-    made = Workers(new_group(workers.group, workers.global_ranks, name), workers.rank, workers.num_workers)
-    if not made.is_over_gloo:
-        # NCCL connects a group in its first operation, which needs all ranks; later messages have two ranks.
-        made.all_reduce(torch.zeros(1, device=made.message_device(torch.device("cpu")))).wait()
-    return made
-
-
 class OwnGroup:
     """The given process group for its first user, and new groups for further users.
 

@@ -19,11 +19,12 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_sparse.exchange.agreement import gather_objects
-from lightning_sparse.exchange.groups import apart
+from lightning_sparse.exchange.groups import new_group
 from lightning_sparse.exchange.workers import Workers
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
@@ -59,7 +60,12 @@ class SaveBarrier:
             return self._workers
         if self._apart is None:
             self._times_apart += 1
-            self._apart = apart(self._workers, f"{self._name}/apart {self._times_apart}")
+            workers, name = self._workers, f"{self._name}/apart {self._times_apart}"
+            group = new_group(workers.group, workers.global_ranks, name)
+            self._apart = Workers(group, workers.rank, workers.num_workers)
+            if not self._apart.is_over_gloo:
+                # NCCL connects a group in its first operation, which needs all ranks; later messages have two ranks.
+                self._apart.all_reduce(torch.zeros(1, device=self._apart.message_device(torch.device("cpu")))).wait()
         return self._apart
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from lightning_sparse.checkpointing.saving import collect, kinds_of, patience_of
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.engine.averager import BROKEN_OFF
 from lightning_sparse.engine.sharding import reshard
-from lightning_sparse.exchange.agreement import require_agreement
+from lightning_sparse.exchange.agreement import gather_objects, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
@@ -207,8 +207,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     def _why_broken(self) -> str | None:
         """Warn and return the reason if tensors of replicas cannot be saved. Collective."""
         assert self.state is not None
-        of_shards = self.state.workers.gather_numbers([float(self.state.is_exchanging)], self.state.device)
-        if not self.state.replica.gather_numbers(of_shards.sum(0).tolist(), self.state.device).any():
+        if not any(gather_objects(self.state.is_exchanging)):
             return None
         if self.is_global_zero:
             warn_of_incomplete(self.state.kind, BROKEN_OFF)

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.exchange.exchange import Exchange
-from lightning_sparse.exchange.groups import apart, find_nodes, is_one_node
+from lightning_sparse.exchange.groups import find_nodes, is_one_node
 from lightning_sparse.exchange.routes import gather
+from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.numbers import FIXED_FIELDS
@@ -281,7 +282,7 @@ def _gather_in_batches():
 
 def gather_to_first(device):
     rank = dist.get_rank()
-    workers = apart(Workers(None, rank, dist.get_world_size()), "apart")
+    workers = SaveBarrier(Workers(None, rank, dist.get_world_size())).workers_apart()
     tensors = [torch.full((3,), rank + 0.5, device=device), torch.full((2,), rank, device=device)]
     return workers.gather_objects_to_first({"rank": rank, "tensors": tensors})
 
