@@ -11,16 +11,13 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.density_control import share_of_layer
 from lightning_sparse.engine.options import TransportOptions
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 
-FAR_OFF = 2.0
-"""A density causes a warning if it differs from the target by more than this factor."""
 ENOUGH_STEPS = 200
-"""Exchanges before the density is checked, and consecutive exchanges without a payload before a warning."""
+"""Exchanges before a check of what is sent densely, and without a payload before a warning."""
 FEWEST_SENT = 5.0
 """The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
 LONG_CALIBRATION = 0.02
@@ -133,7 +130,6 @@ class Advice:
             self._was_silent = True
             self._report_nothing_sent(stats)
         elif self._steps >= ENOUGH_STEPS and not self._silent and not self._was_silent:
-            self._report_far_off(stats)
             self._report_dense()
 
     def end(self) -> None:
@@ -181,18 +177,6 @@ class Advice:
                 remedy = "λ is being lowered."
             cause = f"λ={now:.3g} is too high{'' if has_grown else ' or gradients are 0'}. {remedy}"
         self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {cause}")
-
-    def _report_far_off(self, stats: StepStats) -> None:
-        asked, seen = asked_density(self._sparsifier), self._selected / self._elements
-        if asked is None or not isinstance(self._sparsifier, HardThreshold):
-            return
-        if self._sparsifier.granularity == "layer" and stats.layers:  # small layers send more
-            sizes = [layer.num_elements for layer in stats.layers.values()]
-            asked = sum(share_of_layer(asked, size) * size for size in sizes) / stats.num_elements
-        if 1 / FAR_OFF < seen / asked < FAR_OFF or self._sends_all:
-            return
-        seen, asked = 100 * seen, 100 * asked
-        self._warn("density", f"density is {seen:.3g} % after calibration, not {asked:.3g} %. λ is being adjusted.")
 
     def _report_dense(self) -> None:
         share = self._dense_elements / self._elements
