@@ -197,7 +197,7 @@ def _say_changed_model(source: SavedTensors, averager: Averager) -> bool:
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
-        norm = f" (norm {unsent_norm([values]):.3g})" if unsent else ""
+        norm = f" (norm {unsent_norm(values):.3g})" if unsent else ""
         said.append(f"Not in the model, or of another size, so their {what}{norm} are lost: {_list(lost)}.")
     if new:
         said.append(f"Not in the checkpoint, so their {what} start from zero: {_list(new)}.")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
-from math import sqrt
+from math import hypot, sqrt
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any, TypeVar
@@ -31,12 +31,11 @@ from lightning_sparse.checkpointing.content import (
 )
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.snapshot import Tensors, copied
+from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.gradients.sparse_state import SparseState
-from lightning_sparse.selection.numbers import squared_norm
 
 _T = TypeVar("_T")
 PATIENCE = 300.0
@@ -174,13 +173,13 @@ def collect(
     if not kinds:
         return content
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
-    square = sum(float(squared_norm(tensor)) for tensor in kept.get(UNSENT[averager.kind], {}).values())
+    norm = unsent_norm(kept.get(UNSENT[averager.kind], {}))
     extras = {**(snapshot.extra if "weights" in kinds else {}), **(extra or {})}
-    of_workers = workers.gather_objects_to_first((square, copied(extras)))
+    of_workers = workers.gather_objects_to_first((norm, copied(extras)))
     if workers.rank == 0:
         of_ranks = replica.gather_objects_to_first(of_workers)
-        squares = [square for of_workers in of_ranks for square, _ in of_workers]
-        content["unsent_norm"] = sqrt(sum(squares) / workers.num_workers) or None
+        norms = [norm for of_workers in of_ranks for norm, _ in of_workers]
+        content["unsent_norm"] = hypot(*norms) / sqrt(workers.num_workers) or None
         content["extras"] = [[extras for _, extras in of_workers] for of_workers in of_ranks]
     shared, own = _laid_out(averager, snapshot.shared), _laid_out(averager, kept)
     own |= {OPTIMIZERS: optimizers} if optimizers else {}

@@ -164,7 +164,7 @@ class Averager:
         self._engine.restore(snapshot)
         residuals = snapshot.own.get("residual", {})
         if self.forgets:
-            warn_of_forgotten(unsent_norm([residuals]))
+            warn_of_forgotten(unsent_norm(residuals))
             return
         sizes = {name: real_numel(local(parameter)) for name, parameter in self.parameters.items()}
         fitting = {name: residual for name, residual in residuals.items() if residual.numel() == sizes.get(name)}

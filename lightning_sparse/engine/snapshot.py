@@ -5,7 +5,7 @@ each saved entry to a short description. For a tensor, it contains dtype, shape 
 detects damage and edits, but does not protect against forgery.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
@@ -54,10 +54,9 @@ def copied(tree: Any) -> Any:
     return [copied(entry) for entry in tree] if isinstance(tree, list) else tree
 
 
-def unsent_norm(of_workers: Sequence[Mapping[str, Tensor]]) -> float:
-    """Return sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values."""
-    squares = [float(squared_norm(tensor.flatten())) for worker in of_workers for tensor in worker.values()]
-    return sqrt(sum(squares) / len(of_workers))
+def unsent_norm(unsent: Mapping[str, Tensor]) -> float:
+    """Return the norm ‖e‖ of a worker's unsent values."""
+    return sqrt(sum(float(squared_norm(tensor.flatten())) for tensor in unsent.values()))
 
 
 def warn_of_forgotten(norm: float | None) -> None:

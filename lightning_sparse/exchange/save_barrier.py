@@ -16,6 +16,7 @@ Keys contain the set-up, the worker and the number of its attempt, so that no wo
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -96,10 +97,11 @@ class SaveBarrier:
     def _report(self, status: dict[str, Any], patience: float) -> str | None:
         attempt = f"{self._workers.rank}/{self._attempts}"
         self._store.set(f"{self._workers.rank}/came", json.dumps([attempt, status]))
-        if not self._is_set_in_time(f"{attempt}/verdict", patience):
+        has_verdict = partial(self._store.check, [f"{attempt}/verdict"])
+        if not _wait_until(has_verdict, patience):
             if self._store.add(f"{attempt}/taken", 1) == 1:
                 return "rank 0 did not reach the save"
-            if not self._is_set_in_time(f"{attempt}/verdict", patience):  # rank 0 took this worker just now
+            if not _wait_until(has_verdict, patience):  # rank 0 took this worker just now
                 return "rank 0 reached the save and left"
         verdict: str | None = json.loads(self._store.get(f"{attempt}/verdict"))
         return verdict
@@ -128,9 +130,6 @@ class SaveBarrier:
         for attempt, _ in taken.values():
             self._store.set(f"{attempt}/verdict", json.dumps(reason))
         return reason
-
-    def _is_set_in_time(self, key: str, patience: float) -> bool:
-        return _wait_until(lambda: bool(self._store.check([key])), patience)
 
 
 def _wait_until(is_true: Callable[[], bool], patience: float) -> bool:
