@@ -118,16 +118,12 @@ class LocalTraining(SparseStrategy):
         self._why_not = None
         if self.state is None or self._has_ended:
             return super().lightning_module_state_dict()
-        shared, weights = self.state.shared, None
+        shared = self.state.shared
         is_shown = shared.is_shown  # during validation
-        if not is_shown:
-            weights = self._mean_weights(self.state)
-            weights = shared.anchor() if weights is None else weights
-        with shared.shown(weights or {}):
+        weights = {} if is_shown else self._mean_weights(self.state)
+        with shared.shown(shared.anchor() if weights is None else weights):
             state = super().lightning_module_state_dict()
-            if self._is_sharded:
-                return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in state.items()}
-            return copy.deepcopy(state) if is_shown else state
+            return copy.deepcopy(state) if is_shown or self._is_sharded else state
 
     @abstractmethod
     def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
