@@ -162,8 +162,7 @@ def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> d
         raise ValueError(
             f"Got data_parallel_size={size!r}, which follows from replicas and tensor_parallel_size. Set these instead."
         )
-    known = _MODEL_PARALLEL.keys() - {"tensor_parallel_size"}
-    require_arguments(strategy, arguments, known, "Lightning's ModelParallelStrategy")
+    require_arguments(strategy, arguments, _MODEL_PARALLEL, "Lightning's ModelParallelStrategy")
     return {name: value for name, value in arguments.items() if name != "data_parallel_size"}
 
 

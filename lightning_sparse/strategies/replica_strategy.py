@@ -69,8 +69,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             require_count("replicas", replicas, instead=' or "auto"')
         require_count("tensor_parallel_size", tensor_parallel_size)
         self._replicas = replicas
-        super().__init__(sparsifier, **kwargs)
-        self._tensor_parallel_size = tensor_parallel_size
+        super().__init__(sparsifier, tensor_parallel_size=tensor_parallel_size, **kwargs)
 
     @override
     def setup_environment(self) -> None:
