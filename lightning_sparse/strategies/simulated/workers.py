@@ -8,13 +8,13 @@ from torch import Tensor
 
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.grouping import as_parameter, in_memory_order, require_strides
+from lightning_sparse.engine.grouping import ParameterBucket, as_parameter, bucketed, in_memory_order, require_strides
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
-from lightning_sparse.sparsifiers.protocol import LayerLayout, Sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 
 class SimulatedWorker(Averager):
@@ -33,11 +33,7 @@ class SimulatedWorker(Averager):
         self._clip_norm = local_clip_norm
         self._parameters = dict(parameters)
         self._strides = {name: parameter.stride() for name, parameter in parameters.items()}
-        by_dtype: dict[torch.dtype, list[str]] = {}  # a bucket has one dtype, as in DDP
-        for name, parameter in parameters.items():
-            by_dtype.setdefault(parameter.dtype, []).append(name)
-        sizes = self.parameter_sizes
-        self._layouts = [LayerLayout(tuple(names), tuple(sizes[name] for name in names)) for names in by_dtype.values()]
+        self._buckets = bucketed(ParameterBucket, self._parameters, 0, lambda parameter: parameter.dtype)
         self.residuals = ResidualMemory(self._parameters)
         self.all_workers: Sequence[SimulatedWorker] = [self]
 
@@ -60,7 +56,7 @@ class SimulatedWorker(Averager):
             RuntimeError: a parameter's memory format has changed.
         """
         require_strides(list(self._parameters), list(self._parameters.values()), self._strides)
-        buckets = [self._bucket(index, layout, gradients) for index, layout in enumerate(self._layouts)]
+        buckets = [self._flat(bucket, gradients) for bucket in self._buckets]
         if self._clip_norm is not None:
             clip_norm(buckets, self._clip_norm)
         self._mark = self._engine.mark()
@@ -87,17 +83,16 @@ class SimulatedWorker(Averager):
         self._engine.account(counts=False)
         self._engine.calibrator.confirm(reached)
 
-    def _bucket(self, index: int, layout: LayerLayout, gradients: Mapping[str, Tensor]) -> FlatBucket:
-        parameters = [(name, self._parameters[name]) for name in layout.names]
+    def _flat(self, bucket: ParameterBucket, gradients: Mapping[str, Tensor]) -> FlatBucket:
+        index, layout = bucket.index, bucket.layout
         parts = [
             in_memory_order(gradients[name].flatten(), parameter) if name in gradients else torch.zeros_like(parameter)
-            for name, parameter in parameters
+            for name, parameter in zip(layout.names, bucket.parameters, strict=True)
         ]
         flat = torch.cat([part.flatten() for part in parts])
         residual = self.residuals.bucket(index, layout, flat)
         left_out = [(start, end) for name, start, end in layout.spans() if name not in gradients]
-        is_last = index == len(self._layouts) - 1
-        return FlatBucket(index, layout, flat, residual, is_last, left_out=left_out)
+        return FlatBucket(index, layout, flat, residual, bucket is self._buckets[-1], left_out=left_out)
 
 
 class SimulatedWorkers(ThreadWorkers):
