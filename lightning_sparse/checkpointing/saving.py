@@ -189,8 +189,10 @@ def collect(
     else:
         if workers.rank == 0:
             content["shared"] = next(iter(_gathered(shared, Workers(None, 0, 1), replica)), {})
-        is_mean = worker_state == "small" and replica.num_workers == 1
-        content["workers"] = _gathered(own, workers, replica, is_mean=is_mean) if own else []
+        if own and worker_state == "small" and replica.num_workers == 1:
+            content["workers"] = [{kind: _mean_on_first(of_kind, workers) for kind, of_kind in whole(own).items()}]
+        elif own:
+            content["workers"] = _gathered(own, workers, replica)
     return content
 
 
@@ -223,16 +225,12 @@ def _laid_out(averager: Averager, tensors: Tensors) -> dict[str, Any]:
     }
 
 
-def _gathered(
-    own: Mapping[str, Any], workers: Workers, replica: Workers, *, is_mean: bool = False
-) -> list[dict[str, Any]]:
-    """Return every worker's whole tensors, or their mean, on rank 0; an empty list elsewhere."""
-    of_workers: list[dict[str, Any]] = [{} for _ in range(1 if is_mean else workers.num_workers)]
+def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers) -> list[dict[str, Any]]:
+    """Return every worker's whole tensors on rank 0; an empty list elsewhere."""
+    of_workers: list[dict[str, Any]] = [{} for _ in range(workers.num_workers)]
     for chunk in _chunks(own):
         full = whole(chunk)
-        if replica.rank != 0:
-            continue
-        parts = [_mean_on_first(full, workers)] if is_mean else workers.gather_objects_to_first(copied(full))
+        parts = workers.gather_objects_to_first(copied(full)) if replica.rank == 0 else []
         for of_worker, entries in zip(of_workers, parts, strict=False):
             for (kind, name), entry in entries.items():
                 of_worker.setdefault(kind, {})[name] = entry.flatten() if isinstance(entry, Tensor) else entry
@@ -247,8 +245,8 @@ def _chunks(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[tuple[str, s
         yield dict(entry for _, entry in chunk)
 
 
-def _mean_on_first(tensors: Mapping[Any, Tensor], workers: Workers) -> dict[Any, Tensor]:
-    """Return the workers' mean of each tensor on the CPU of rank 0. Collective."""
+def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:
+    """Return the workers' flat mean of each tensor on the CPU of rank 0. Collective."""
     # One tensor for all sums, because messages keep their memory for a while.
     largest = max(tensors.values(), key=Tensor.numel)
     room = torch.empty(largest.numel(), dtype=torch.float64, device=largest.device)
