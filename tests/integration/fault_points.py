@@ -35,7 +35,7 @@ COLLECTIVES = (
     *("all_gather_object", "all_to_all_single", "broadcast_object_list", "new_group", "destroy_process_group"),
 )
 PARTS: dict[Any, tuple[str, ...]] = {
-    SparseState: ("receive", "_begin_step", "_flat_bucket", "_end_step"),
+    SparseState: ("receive", "_begin_step", "_prepare", "_end_step"),
     extraction: ("take_out_marked", "compensate", "keep_rest"),
     Exchange: ("open", "start", "finish"),
     Pending: ("wait",),
