@@ -28,7 +28,6 @@ from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.options import TransportOptions
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
-from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.wire import wire_of
 from lightning_sparse.exchange.workers import LostWorkerError, Workers
@@ -105,19 +104,11 @@ class Engine:
             per_layer=self.per_layer_stats,
             keeps_rest=options.keeps_rest,
         )
-        self._averages = Buffers()
         self._buckets: list[FlatBucket] = []
         self._headers: list[Tensor] = []
 
-    def forget_sizes(self) -> None:
-        """Free the memory of buckets with other sizes, even during a step."""
-        self._averages.forget()
-        self.exchange.forget_sizes()
-
     def begin(self) -> None:
         """Begin a step, and discard an interrupted step."""
-        if self._buckets:
-            self._averages.forget()  # pending collectives still write to this memory
         self._buckets.clear()
         self.exchange.begin()
         self.sparsifier.begin_step(self.next_step, self.workers.rank)
@@ -135,7 +126,8 @@ class Engine:
             is_full = True  # nothing may wait
         bucket.average = gradient
         if gradient.dtype != dtype:  # too narrow for the average
-            bucket.average = self._averages.take(bucket.index, gradient.numel(), dtype, gradient.device)
+            name = "average", bucket.index
+            bucket.average = self.exchange.buffers.take(name, gradient.numel(), dtype, gradient.device)
         shipment = self.exchange.open(
             bucket.index,
             wire_of(self.options.value_dtype, dtype, None if is_full else self.sparsifier),

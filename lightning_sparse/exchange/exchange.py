@@ -50,6 +50,7 @@ class Exchange:
         workers: workers that replace those of the group, for a warmup.
 
     Attributes:
+        buffers: memory that every step reuses, for all work on buckets.
         counts_slices: whether headers must hold the largest slice.
         has_shortcut: whether a single worker returns its selection as the average. If not, it executes the route, for
             warmups and for benchmarks on a single GPU.
@@ -74,7 +75,7 @@ class Exchange:
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         if workers is None and self.workers.is_over_gloo:
             let_senders_finish()
-        self._buffers = Buffers()
+        self.buffers = Buffers()
         self._coalescer = PayloadCoalescer(self.workers, link_gbit_s)
         self._forecasts: dict[str, dict[tuple[int, int], Forecast]] = {"selected": {}, "slices": {}, "unions": {}}
         self._shipments: list[Shipment] = []
@@ -100,14 +101,10 @@ class Exchange:
             for bucket, num_elements, last, mean, deviation in state.get(name, []):
                 forecasts[int(bucket), int(num_elements)] = Forecast(int(last), mean, deviation)
 
-    def forget_sizes(self) -> None:
-        """Free the memory of buckets with other sizes."""
-        self._buffers.forget()
-
     def begin(self) -> None:
         """Discard an interrupted step."""
         if self._shipments:
-            self._buffers.forget()  # pending messages still arrive in that memory
+            self.buffers.forget()  # pending messages still arrive in that memory
         self._shipments.clear()
         self._headers.clear()
         self._coalescer.waiting.clear()
@@ -129,7 +126,7 @@ class Exchange:
         n, num_elements = self.workers.num_workers, out.numel()
         key = (bucket, num_elements)
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
-        common = (bucket, PayloadFormat(num_elements, wire, fields), out, self.workers, self._buffers)
+        common = (bucket, PayloadFormat(num_elements, wire, fields), out, self.workers, self.buffers)
         if n == 1 and self.has_shortcut:
             return Shipment(*common)
         is_empty = num_elements == 0  # a payload of no bytes has no views
@@ -201,7 +198,7 @@ class Exchange:
         sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + 8 * sum(part.numel() for part in numbers)
         dense_elements = sum(shipment.out.numel() for shipment in shipments if shipment.is_dense)
         self._shipments, self._headers = [], []
-        self._buffers.end_step()
+        self.buffers.end_step()
         return headers, sent_bytes, dense_elements
 
     def _route(self, key: tuple[int, int], costs: Costs, *, on_gpu: bool) -> Route:

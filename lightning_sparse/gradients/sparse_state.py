@@ -193,7 +193,7 @@ class SparseState(Averager):
         """Give a bucket its residual, and leave unused gradients out."""
         layout, gradient = bucket.layout, bucket.gradient
         if self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
-            self._engine.forget_sizes()
+            self._engine.exchange.buffers.forget()  # buckets have other sizes
         self._is_moving = True
         bucket.residual = self.residuals.bucket(bucket.index, layout, gradient)
         self._is_moving = False

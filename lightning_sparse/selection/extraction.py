@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.adding import subtract
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_bounds, slice_elements
@@ -50,7 +49,6 @@ class Extraction:
             and type(sparsifier).mark is HardThreshold.mark
             and type(sparsifier).values is HardThreshold.values
         )
-        self._space = Buffers()
         self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
 
     def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
@@ -106,7 +104,7 @@ class Extraction:
             shipment.is_cleared = shipment.out is bucket.gradient
             shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
-        take_out_fused(self._space, bucket, shipment, runs, header, boundaries, squared_gradient_norm)
+        take_out_fused(bucket, shipment, runs, header, boundaries, squared_gradient_norm)
         if self._per_layer:
             header[layer_fields("squared_error", bucket.layout)] = layer_errors(after, bucket.layout)
         return header

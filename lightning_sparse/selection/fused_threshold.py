@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.buffers import Buffers, without_wait
+from lightning_sparse.exchange.buffers import without_wait
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS as ELEMENTS_PER_END
 from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.kernels import launch, tl
@@ -60,7 +60,6 @@ class Boundaries:
 
 
 def take_out_fused(
-    space: Buffers,
     bucket: FlatBucket,
     shipment: Shipment,
     runs: Sequence[ThresholdRun],
@@ -75,10 +74,9 @@ def take_out_fused(
     write the divided values and zeros into ``shipment.out``.
 
     Args:
-        space: work space, 1 bit per element of the largest bucket and 52 bytes per block. All buckets share it, which
-            is safe as long as one stream works on them.
         bucket: all its tensors contiguous.
         shipment: receives the sent values. With a payload, ``is_cleared`` says whether to leave zeros in the gradient.
+            All buckets share 1 bit per element and 52 bytes per block of its buffers, so one stream must work on them.
         runs: neighbouring runs that together cover the bucket.
         header: float64, shape (FIXED_FIELDS + layers,) or more: receives the numbers of the step, and the selected
             coordinates of each layer. Further fields are not modified.
@@ -86,7 +84,7 @@ def take_out_fused(
         squared_gradient_norm: ‖g‖² for the header, on the bucket's device; 0 outside of calibration.
     """
     (before, after, _), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
-    size, device = after.numel(), after.device
+    size, device, take = after.numel(), after.device, shipment.buffers.take
     blocks = -(-size // BLOCK_ELEMENTS)
     # With a wrong size, a kernel would write out of bounds.
     assert all(tensor.shape == (size,) and tensor.is_contiguous() for tensor in (before, after, gradient))
@@ -101,10 +99,10 @@ def take_out_fused(
         return
     tables = _threshold_tables(tuple(runs), size, after.dtype, device)
     if parts is not None or boundaries is not None:
-        bits = space.take("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
-    counts = space.take("counts", blocks, torch.int32, device)
-    numbers = space.take("numbers", FIXED_FIELDS * blocks, torch.float64, device)
-    starts = space.take("starts", blocks + 1, torch.int64, device)
+        bits = take("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
+    counts = take("counts", blocks, torch.int32, device)
+    numbers = take("numbers", FIXED_FIELDS * blocks, torch.float64, device)
+    starts = take("starts", blocks + 1, torch.int64, device)
     # Zeros do not depend on loaded values. If the gradient is not aligned, threads write other elements than they
     # read, so a thread could clear an element before another thread reads it.
     must_clear = parts is not None and shipment.is_cleared
@@ -119,7 +117,7 @@ def take_out_fused(
     places, num_layers, num_slices, counts_before = None, 0, 0, None
     if boundaries is not None:
         places, num_layers, num_slices = boundaries.places, boundaries.num_layers, boundaries.num_slices
-        counts_before = space.take("before", places.numel(), torch.int64, device)
+        counts_before = take("before", places.numel(), torch.int64, device)
     assert header.numel() >= FIXED_FIELDS + num_layers
     arguments = (counts, numbers, bits, places, counts_before, starts, ends, header)
     launch(summarise, 1, *arguments, blocks, num_layers, num_slices, **_SUMMARISE)

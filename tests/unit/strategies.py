@@ -5,6 +5,7 @@ from math import inf, nan
 import torch
 from hypothesis import strategies as st
 
+from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection
@@ -97,7 +98,7 @@ class Shipment:
     def __init__(self, wire, capacity, out):
         self.format, self.out = PayloadFormat(out.numel(), wire), out
         self.payload = self.rest = None
-        self.is_cleared = False
+        self.buffers, self.is_cleared = Buffers(), False
         if capacity is not None:
             self.payload = torch.full((self.format.payload_bytes(capacity),), 77, dtype=torch.uint8)
 

@@ -73,9 +73,9 @@ def take_out(space, residual, gradient, runs, *, wire, header, loss_scale=None, 
     layout = LayerLayout(("all",), (gradient.numel(),))
     flat = FlatBucket(0, layout, gradient, residual, is_last=True, loss_scale=loss_scale)
     form = SimpleNamespace(wire=wire, parts=lambda payload: payload)
-    attributes = {"format": form, "payload": None, "out": None, "divisor": 1, "is_cleared": False}
+    attributes = {"format": form, "payload": None, "out": None, "divisor": 1, "is_cleared": False, "buffers": space}
     shipment = SimpleNamespace(**attributes | into)
-    take_out_fused(space, flat, shipment, runs, header, boundaries)
+    take_out_fused(flat, shipment, runs, header, boundaries)
 
 
 @dataclass
