@@ -193,8 +193,8 @@ class Exchange:
             all_sizes = next(columns) if shipment.has_sizes else []
             shipment.send_overflow(header, all_sizes)
             self._remember(shipment, header, all_sizes)
-        for shipment, header in zip(shipments, headers, strict=True):
-            shipment.finish(header)
+        for shipment in shipments:
+            shipment.finish()
         sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + 8 * sum(part.numel() for part in numbers)
         dense_elements = sum(shipment.out.numel() for shipment in shipments if shipment.is_dense)
         self._shipments, self._headers = [], []

@@ -1,9 +1,6 @@
 """The dense routes, which send a masked gradient: the selected values, and zeros elsewhere."""
 
-from dataclasses import dataclass, field
-
 import torch
-from torch import Tensor
 
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
 from lightning_sparse.exchange.routes.shipment import Shipment
@@ -14,7 +11,8 @@ class DenseShipment(Shipment):
     """All-reduces the masked gradient in ``out``, with the meaning of the sparse routes at dense cost.
 
     The all-reduce determines the order of additions, the same for every worker. Sums have the residual's dtype, even if
-    values are rounded to half precision, because no residual would keep the rounding error of a sum.
+    values are rounded to half precision, because no residual would keep the rounding error of a sum. Values are divided
+    before, so that their sum is the average.
     """
 
     def start(self) -> None:
@@ -23,14 +21,7 @@ class DenseShipment(Shipment):
         self.work = self.workers.all_reduce(self.out)
         self.sent_bytes += self.out.nbytes
 
-    def finish(self, header: Tensor) -> None:
-        """Divide the sum by n."""
-        self.work.wait()
-        if self.divisor == 1:
-            self.out.div_(self.workers.num_workers)
 
-
-@dataclass(eq=False, repr=False)
 class DenseStepsShipment(Shipment):
     """Sends every encoded element to the worker that sums its slice, and the sums to all workers.
 
@@ -43,21 +34,14 @@ class DenseStepsShipment(Shipment):
     that it sends, and dtypes of few bits cannot hold a sum.
     """
 
-    _received: Tensor = field(init=False)
-    _gathered: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        n = self.workers.num_workers
-        self._sums = wire_of_sums(self.format.wire, self.out.dtype, n)
-        self._num_padded = slice_elements(self.out.numel(), n) * n
-
     def start(self) -> None:
         """Issue the all-to-all of the slices."""
         self.is_dense = True
-        wire = self.format.wire
-        parcels = self.take("parcels", self._num_padded, wire.storage)
+        wire, n = self.format.wire, self.workers.num_workers
+        num_padded = slice_elements(self.out.numel(), n) * n
+        parcels = self.take("parcels", num_padded, wire.storage)
         parcels[: self.out.numel()].copy_(wire.encoded(self.out))
-        self._received = self.take("received parcels", self._num_padded, wire.storage)
+        self._received = self.take("received parcels", num_padded, wire.storage)
         self.work = self.workers.all_to_all(self._received.view(torch.uint8), parcels.view(torch.uint8))
         self.sent_bytes += parcels.nbytes
 
@@ -65,12 +49,13 @@ class DenseStepsShipment(Shipment):
         """Sum this worker's slice and issue its gather."""
         self.work.wait()
         received = self._received.view(self.workers.num_workers, -1)
+        self._sums = wire_of_sums(self.format.wire, self.out.dtype, self.workers.num_workers)
         part = self._sums.encoded(self.format.wire.decoded(received, self.out.dtype).sum(0))
-        self._gathered = self.take("sums", self._num_padded, self._sums.storage)
+        self._gathered = self.take("sums", self._received.numel(), self._sums.storage)
         self.work = self.workers.all_gather(self._gathered.view(torch.uint8), part.view(torch.uint8))
         self.sent_bytes += part.nbytes
 
-    def finish(self, header: Tensor) -> None:
+    def finish(self) -> None:
         """Divide the sums by n."""
         self.work.wait()
         self.out.copy_(self._sums.decoded(self._gathered[: self.out.numel()], self.out.dtype))

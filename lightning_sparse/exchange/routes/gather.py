@@ -122,15 +122,15 @@ class GatherShipment(Shipment):
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Send the coordinates beyond the capacity; usually there are none."""
-        counts: list[int] = header[:, NUM_SELECTED].long().tolist()
-        largest_rest = max(counts) - self.capacity
+        self._counts: list[int] = header[:, NUM_SELECTED].long().tolist()
+        largest_rest = max(self._counts) - self.capacity
         if largest_rest <= 0:
             return
         self._wait_for_payloads()
         if self._is_averaged or self.take_payloads is not None:
             self._is_averaged, self.take_payloads = False, None
             self.out.zero_()
-        count = counts[self.workers.rank]
+        count = self._counts[self.workers.rank]
         nothing = Selection(self.out.new_empty(0, dtype=torch.int64), self.out.new_empty(0))
         rest = self.rest() if count > self.capacity else nothing
         received = None if self.costs is None else self.costs.received_bytes(largest_rest, 0)
@@ -150,7 +150,7 @@ class GatherShipment(Shipment):
         self._rests = gathered.view(n, size)
         self.sent_bytes += size
 
-    def finish(self, header: Tensor) -> None:
+    def finish(self) -> None:
         """Add all payloads in rank order and divide by n."""
         if self._is_averaged:
             return
@@ -162,8 +162,7 @@ class GatherShipment(Shipment):
             average(self.format, rows, self.out, self.buffers)
             return
         if self._rests is not None:
-            counts: list[int] = header[:, NUM_SELECTED].long().tolist()
-            for row, rest, count in zip(rows.unbind(), self._rests.unbind(), counts, strict=True):
+            for row, rest, count in zip(rows.unbind(), self._rests.unbind(), self._counts, strict=True):
                 held = self.format.unpack(row, self.out.dtype, count)
                 beyond = self._rest_format.unpack(rest, self.out.dtype, max(count - self.capacity, 0))
                 self.out.scatter_add_(0, *held).scatter_add_(0, *beyond)

@@ -1,6 +1,6 @@
 """The route for nodes of several workers: dense inside a node, sparse between nodes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from lightning_sparse.exchange.routes.adding import add
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
 from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.sparsifiers.protocol import Selection
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -35,9 +34,6 @@ class HierarchicalShipment(Shipment):
     has_sizes = True
 
     nodes: Nodes
-    _slice: Tensor = field(init=False)
-    _selection: Selection = field(init=False)
-    _slices: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self._slice_elements = slice_elements(self.format.num_elements, self.nodes.inside.num_workers)
@@ -50,15 +46,13 @@ class HierarchicalShipment(Shipment):
             self.sent_bytes += self.out.nbytes
 
     def prepare(self) -> Tensor | None:
-        """Wait for the sums, pack the nonzero sums of this worker's slice, and return their number."""
+        """Wait for the sums, and return the number of nonzero sums in this worker's slice."""
         self.work.wait()
         start = self.nodes.inside.rank * self._slice_elements
         part = self.out[start : start + self._slice_elements]
         self._slice = self.take("slice", self._slice_elements, self.out.dtype).zero_()
         self._slice[: part.numel()].copy_(part)
-        indices = self._slice.nonzero().squeeze(1)  # NaN is not zero
-        self._selection = Selection(indices, self._slice[indices])
-        return torch.full((), indices.numel(), device=indices.device)
+        return self._slice.count_nonzero()  # NaN is not zero
 
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Exchange the slice between nodes, sparse or dense, whichever is smaller, and gather the slices inside."""
@@ -67,7 +61,7 @@ class HierarchicalShipment(Shipment):
             size = self._slice_format.payload_bytes(aligned(max(sizes)))
             if between.num_workers * size < 2 * self._slice.nbytes:
                 payload = self.take("payload", size, torch.uint8)
-                self._slice_format.fill(payload, self._selection)
+                self._slice_format.fill_marked(payload, self._slice, self._slice)
                 gathered = self.take("gathered", size * between.num_workers, torch.uint8)
                 between.all_gather(gathered, payload).wait()
                 add(self._slice_format, gathered.view(between.num_workers, size), self._slice.zero_())
@@ -85,7 +79,7 @@ class HierarchicalShipment(Shipment):
                 self.work.wait()
             self.sent_bytes += self._slice.nbytes
 
-    def finish(self, header: Tensor) -> None:
+    def finish(self) -> None:
         """Copy the slices to ``out`` and divide by n."""
         self.work.wait()
         self.out.copy_(self._slices[: self.out.numel()])

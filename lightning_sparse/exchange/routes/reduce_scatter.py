@@ -63,8 +63,6 @@ class ReduceScatterShipment(GatherShipment):
     thresholds_sums: bool = False
     keep_sums: Callable[[Tensor, int], Tensor] = field(init=False)
     put_back: Callable[[Selection], None] = field(init=False)
-    _received: Tensor = field(init=False)
-    _averages: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

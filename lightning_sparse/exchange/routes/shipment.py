@@ -91,8 +91,9 @@ class Shipment:
             sizes: the results of ``prepare`` on all workers.
         """
 
-    def finish(self, header: Tensor) -> None:
+    def finish(self) -> None:
         """Wait for ``work`` and write the average into ``out``, unless ``out`` holds it already."""
+        self.work.wait()
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for this bucket by name; see ``Buffers``."""
