@@ -76,7 +76,7 @@ class Exchange:
         if workers is None and self.workers.is_over_gloo:
             let_senders_finish()
         self.buffers = Buffers()
-        self._coalescer = PayloadCoalescer(self.workers, link_gbit_s)
+        self._coalescer = PayloadCoalescer(link_gbit_s)
         self._forecasts: dict[str, dict[tuple[int, int], Forecast]] = {"selected": {}, "slices": {}, "unions": {}}
         self._shipments: list[Shipment] = []
         self._headers: list[Tensor] = []

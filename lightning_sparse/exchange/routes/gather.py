@@ -9,7 +9,6 @@ from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes.adding import average
 from lightning_sparse.exchange.routes.cost_model import Costs
 from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, Shipment
-from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
 
@@ -27,7 +26,6 @@ class PayloadCoalescer:
     are equally long.
 
     Args:
-        workers: the workers that exchange payloads.
         link_gbit_s: the rate of a worker's link; None if it is unknown. The coalescer sends waiting payloads once they
             hold as many bytes as the link transfers in the time of a message.
 
@@ -35,8 +33,7 @@ class PayloadCoalescer:
         waiting: the shipments whose payloads wait.
     """
 
-    def __init__(self, workers: Workers, link_gbit_s: float | None) -> None:
-        self._workers = workers
+    def __init__(self, link_gbit_s: float | None) -> None:
         self._full_bytes = FULL_BYTES if link_gbit_s is None else round(MESSAGE_SECONDS * link_gbit_s * 1e9 / 8)
         self.waiting: list[GatherShipment] = []
 
@@ -44,7 +41,7 @@ class PayloadCoalescer:
         """Add a final payload to the waiting payloads, and send them if they are large enough."""
         self.waiting.append(shipment)
         waiting_bytes = sum(waiting.payload.nbytes for waiting in self.waiting)
-        if not self._workers.sends_messages(shipment.payload) or waiting_bytes >= self._full_bytes:
+        if not shipment.workers.sends_messages(shipment.payload) or waiting_bytes >= self._full_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -52,13 +49,13 @@ class PayloadCoalescer:
         waiting, self.waiting = self.waiting, []
         if not waiting:
             return
-        payloads, take = [shipment.payload for shipment in waiting], waiting[0].take
-        n, sizes = self._workers.num_workers, [payload.numel() for payload in payloads]
+        payloads, take, workers = [shipment.payload for shipment in waiting], waiting[0].take, waiting[0].workers
+        n, sizes = workers.num_workers, [payload.numel() for payload in payloads]
         together = payloads[0]
         if len(payloads) > 1:
             together = torch.cat(payloads, out=take("together", sum(sizes), torch.uint8))
         gathered = take("gathered", n * sum(sizes), torch.uint8)
-        work = self._workers.all_gather(gathered, together)
+        work = workers.all_gather(gathered, together)
         for shipment, rows in zip(waiting, torch.split(gathered.view(n, -1), sizes, dim=1), strict=True):
             shipment.work, shipment.rows = work, rows
 
