@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 TIMEOUT = 60.0
 """Time limit of the compiler in seconds. It usually needs two."""
@@ -28,12 +27,11 @@ def cache_folder() -> Path | None:
     return folder if _is_own(folder) and os.access(folder, os.W_OK) else None
 
 
-def build(source: Path, command: Sequence[str], names: Sequence[str]) -> Any:
-    """Returns a library with the named functions, from the cache or compiled by this command.
+def build(source: Path, command: Sequence[str]) -> ctypes.CDLL:
+    """Returns the source's library, from the cache or compiled by this command.
 
     Raises:
         OSError, subprocess.SubprocessError: no folder is writable, or the compiler fails.
-        AttributeError: the library lacks a function.
     """
     key = hashlib.sha256(source.read_bytes() + "\0".join(command).encode()).hexdigest()[:16]
     folder = None
@@ -41,22 +39,21 @@ def build(source: Path, command: Sequence[str], names: Sequence[str]) -> Any:
         folder = cache_folder()
     if folder is not None:
         cached = folder / f"{source.stem}-{key}.so"
-        with suppress(OSError, AttributeError):
+        with suppress(OSError):
             if _is_own(cached) and _is_complete(cached):
-                return _load(cached, names)
+                return ctypes.CDLL(str(cached))
         with suppress(OSError, subprocess.CalledProcessError):  # no disk space, or mounted noexec
-            return _make(source, command, names, folder, cached)
-    return _make(source, command, names, None, None)
+            return _make(source, command, folder, cached)
+    return _make(source, command, None, None)
 
 
-def _make(source: Path, command: Sequence[str], names: Sequence[str], folder: Path | None, cached: Path | None) -> Any:
+def _make(source: Path, command: Sequence[str], folder: Path | None, cached: Path | None) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as part:
         built = Path(part) / "made.so"
         # In a separate folder, because other workers compile at the same time.
         arguments = [*command, "-o", str(built), str(source)]
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        subprocess.run(arguments, check=True, timeout=TIMEOUT, **options)
-        library = _load(built, names)
+        subprocess.run(arguments, check=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        library = ctypes.CDLL(str(built))
         if cached is not None:
             complete = Path(part) / "whole.so"  # a new file, because this process runs the first
             content = built.read_bytes()
@@ -64,13 +61,6 @@ def _make(source: Path, command: Sequence[str], names: Sequence[str], folder: Pa
             complete.chmod(0o700)
             complete.replace(cached)
         return library
-
-
-def _load(path: Path, names: Sequence[str]) -> Any:
-    library = ctypes.CDLL(str(path))
-    for name in names:
-        getattr(library, name)
-    return library
 
 
 def _is_own(path: Path) -> bool:

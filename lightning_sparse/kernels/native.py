@@ -25,7 +25,6 @@ from torch import Tensor
 from lightning_sparse.kernels.building import build
 
 SOURCE = Path(__file__).with_name("native.c")
-_NAMES = ("take_out", "average", "subtract")
 WIRES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"],
@@ -143,12 +142,12 @@ def _library() -> Any:
             flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
         # Without start files, because those for fast mathematics change the process that loads the library.
         keeps_subnormals = SUBNORMAL * 2 > 0.0  # unless torch.set_flush_denormal(True) was called
-        library = build(SOURCE, [*compiler, *flags, "-shared", "-fPIC", "-nostartfiles"], _NAMES)
+        library = build(SOURCE, [*compiler, *flags, "-shared", "-fPIC", "-nostartfiles"])
         if keeps_subnormals and SUBNORMAL * 2 == 0.0:
             torch.set_flush_denormal(False)
             raise OSError("the compiled library sets subnormal numbers to 0 in the whole process")
         return library
-    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         output = str(getattr(error, "stderr", None) or error).strip()
         rank_zero_warn(f"lightning_sparse: the C compiler {command!r} fails. {consequence} Its output: {output}")
         return None
