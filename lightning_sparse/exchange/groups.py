@@ -47,6 +47,12 @@ def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: s
     return made
 
 
+def new_workers(parent: dist.ProcessGroup | None, global_ranks: list[int], name: str) -> Workers:
+    """Return these ranks as workers in a ``new_group``. Collective for these ranks only."""
+    group = new_group(parent, global_ranks, name)
+    return Workers(group, dist.get_rank(group), len(global_ranks))
+
+
 class OwnGroup:
     """The given process group for its first user, and new groups for further users.
 
@@ -110,7 +116,7 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     """
     gathered = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
     members: dict[tuple[str, str], list[int]] = {}
-    for rank, (node, _) in enumerate(gathered):
+    for rank, (node, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), gathered, strict=True):
         members.setdefault(node, []).append(rank)
     if len({len(ranks) for ranks in members.values()}) > 1:
         listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
@@ -118,10 +124,10 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
             f'exchange="hierarchical" needs the same number of workers on every node, got {listed}. '
             'Start equally many on each node, or use exchange="auto".'
         )
-    rank, (_, name) = dist.get_rank(group), gathered[0]
-    inside = members[gathered[rank][0]]
-    between = [ranks[inside.index(rank)] for ranks in members.values()]
-    return Nodes(_sub_group(group, inside, f"{name}/inside"), _sub_group(group, between, f"{name}/between"))
+    inside, (_, name) = members[_this_node()], gathered[0]
+    between = [ranks[inside.index(dist.get_rank())] for ranks in members.values()]
+    # Only members create a sub-group, so every worker creates two.
+    return Nodes(new_workers(group, inside, f"{name}/inside"), new_workers(group, between, f"{name}/between"))
 
 
 def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -170,19 +176,11 @@ def replica_workers(between: dist.ProcessGroup) -> Workers:
     if len(ranks) == 1:
         return Workers(None, 0, 1)
     name = f"lightning_sparse/replica {members[0][1]}"
-    group = _once(("replica", tuple(groups)), partial(new_group, between, ranks, name))
-    return Workers(group, ranks.index(dist.get_rank()), len(ranks))
+    return _once(("replica", tuple(groups)), partial(new_workers, between, ranks, name))
 
 
 def _this_node() -> tuple[str, str]:
     return socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
-
-
-def _sub_group(group: dist.ProcessGroup | None, ranks: list[int], name: str) -> Workers:
-    # Only members create a sub-group, so every worker creates two.
-    global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    sub_group = new_group(group, [global_ranks[rank] for rank in ranks], name)
-    return Workers(sub_group, dist.get_rank(sub_group), len(ranks))
 
 
 def _once(kind: tuple[Any, ...], make: Callable[[], _T]) -> _T:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_sparse.exchange.agreement import gather_objects
-from lightning_sparse.exchange.groups import new_group
+from lightning_sparse.exchange.groups import new_workers
 from lightning_sparse.exchange.workers import Workers
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
@@ -61,9 +61,8 @@ class SaveBarrier:
             return self._workers
         if self._apart is None:
             self._times_apart += 1
-            workers, name = self._workers, f"{self._name}/apart {self._times_apart}"
-            group = new_group(workers.group, workers.global_ranks, name)
-            self._apart = Workers(group, workers.rank, workers.num_workers)
+            name = f"{self._name}/apart {self._times_apart}"
+            self._apart = new_workers(self._workers.group, self._workers.global_ranks, name)
             if not self._apart.is_over_gloo:
                 # NCCL connects a group in its first operation, which needs all ranks; later messages have two ranks.
                 self._apart.all_reduce(torch.zeros(1, device=self._apart.message_device(torch.device("cpu")))).wait()
