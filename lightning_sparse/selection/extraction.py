@@ -43,12 +43,9 @@ class Extraction:
         self._keeps_rest = keeps_rest
         self._is_marking = type(sparsifier).select is MarkingSparsifier.select
         # A subclass of HardThreshold may select differently, so only the class itself takes the fast path.
-        self._is_threshold = (
-            self._is_marking
-            and isinstance(sparsifier, HardThreshold)
-            and type(sparsifier).mark is HardThreshold.mark
-            and type(sparsifier).values is HardThreshold.values
-        )
+        methods = ("select", "mark", "values")
+        own, known = ([getattr(kind, method, None) for method in methods] for kind in (type(sparsifier), HardThreshold))
+        self._is_threshold = own == known
         self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
 
     def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:

@@ -36,8 +36,7 @@ class OwnSums:
 
     def __init__(self, bucket: FlatBucket, shipment: ReduceScatterShipment, runs: Sequence[ThresholdRun]) -> None:
         self._bucket, self._runs = bucket, runs
-        self._start, self._end = shipment.own_slice
-        self._num_workers = shipment.workers.num_workers
+        self._slice, self._num_workers = shipment.own_slice, shipment.workers.num_workers
 
     def keep(self, averages: Tensor, most: int) -> Tensor:
         """Adds this worker's values to the averages of its slice, and keeps all but the first ``most`` large ones.
@@ -49,7 +48,7 @@ class OwnSums:
         Returns:
             The number of averages of at least λ / √n, one element, without a wait for the device.
         """
-        start, end, n = self._start, self._end, self._num_workers
+        (start, end), n = self._slice, self._num_workers
         after, averages = self._bucket.residual.after[start:end], averages[: end - start]
         # An unused layer's residual must not change, because it is not rolled back: its sums are sent whole.
         left_out = [slice(max(first - start, 0), max(last - start, 0)) for first, last in self._bucket.left_out]

@@ -208,8 +208,7 @@ class Sparsifier(ABC):
         Tensors are described by shape, dtype and content, other objects by their class, and sparsifiers and dataclasses
         also by their attributes.
         """
-        extra = {"needs_survey": True} if self.needs_survey else {}
-        return {"sparsifier": type(self).__name__, **extra} | {
+        return {"sparsifier": type(self).__name__} | {
             name: describe(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")
         }
 
