@@ -68,12 +68,12 @@ def check_guards(*tensors):
         assert (tensor._base[start + tensor.numel() :] == SENTINEL).all()
 
 
-def take_out(space, residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=None, **into):
+def take_out(residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=None, **into):
     """Takes out of a bucket the values for a shipment with the attributes ``into``."""
     layout = LayerLayout(("all",), (gradient.numel(),))
     flat = FlatBucket(0, layout, gradient, residual, is_last=True, loss_scale=loss_scale)
     form = SimpleNamespace(wire=wire, parts=lambda payload: payload)
-    attributes = {"format": form, "payload": None, "out": None, "divisor": 1, "is_cleared": False, "buffers": space}
+    attributes = {"format": form, "payload": None, "out": None, "divisor": 1, "is_cleared": False, "buffers": Buffers()}
     shipment = SimpleNamespace(**attributes | into)
     take_out_fused(flat, shipment, runs, header, boundaries)
 
@@ -111,11 +111,10 @@ def header_of(layers=0):
     return guarded(torch.full((FIXED_FIELDS + layers,), nan, dtype=DOUBLE))
 
 
-def check_step(expected, memory, gradient, runs, wire, scale=None, *, space=None, places=((), ()), **into):
+def check_step(expected, memory, gradient, runs, wire, scale=None, *, places=((), ()), **into):
     """Takes values out of a bucket and checks the header; ``places`` are the boundaries of layers and slices."""
     header = header_of(max(len(places[0]) - 1, 0))
     take_out(
-        space or Buffers(),
         *(memory, gradient, runs),
         loss_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
         wire=wire,
@@ -233,9 +232,9 @@ def test_an_empty_bucket():
     empty = torch.zeros(0)
     check_select(empty, empty, [], capacity=4)
     check_mask(empty, empty, [])
-    space = Buffers()
-    check_select(*bucket(40), one_run(0.0, 40), space=space)
-    check_select(empty, empty, [], space=space)
+    buffers = Buffers()
+    check_select(*bucket(40), one_run(0.0, 40), buffers=buffers)
+    check_select(empty, empty, [], buffers=buffers)
 
 
 @on_device
@@ -305,18 +304,18 @@ def test_coordinates_of_every_layer_and_slice_are_counted(size, check):
     inner = [1, 2, 31, 32, 33, 64, 64, 1000, 8191, 8192, 65_504, 65_535, 65_536, 65_537, 65_600, 131_071, 131_072]
     layers = [0, 0, *(place for place in inner if place < size), size, size]
     slices = [0, size // 3, size // 2 + 1, size]
-    space = Buffers()
+    buffers = Buffers()
     for limit, places in [(1.0, (layers, slices)), (0.0, (layers, [])), (1.5, ([], slices)), (2.0, ([], []))]:
-        check(residual, gradient, one_run(limit, size), space=space, places=places)
+        check(residual, gradient, one_run(limit, size), buffers=buffers, places=places)
 
 
 @on_device
 def test_buckets_of_all_sizes_and_dtypes_share_a_work_space():
-    space = Buffers()
+    buffers = Buffers()
     for seed, (size, dtype) in enumerate([(40, FLOAT), (130_000, FLOAT), (100, DOUBLE), (66_000, FLOAT), (1, DOUBLE)]):
         residual, gradient = bucket(size, dtype, dtype, seed)
-        check_select(residual, gradient, one_run(1.0, size), Wire(dtype), space=space)
-        check_mask(residual, gradient, one_run(0.5, size), Wire(dtype), space=space)
+        check_select(residual, gradient, one_run(1.0, size), Wire(dtype), buffers=buffers)
+        check_mask(residual, gradient, one_run(0.5, size), Wire(dtype), buffers=buffers)
 
 
 @on_device
@@ -352,15 +351,13 @@ def test_only_the_first_call_waits_for_the_device():
     payload = torch.zeros(payload_format.payload_bytes(20_000), dtype=torch.uint8, device="cuda")
     boundaries = Boundaries([0, 70_000, 200_000], [0, 100_000, 200_000], torch.device("cuda"))
     scaled = {"loss_scale": torch.ones(1, device="cuda"), "header": header_of(2), "boundaries": boundaries}
-    space = Buffers()
+    scaled |= {"buffers": Buffers(), "wire": WIRES[1]}
     try:
         for mode in ("default", "error"):
             torch.cuda.set_sync_debug_mode(mode)
             for runs in (one_run(2.0, 200_000), [ThresholdRun(2.0, 0, 70_000), ThresholdRun(2.5, 70_000, 200_000)]):
-                take_out(
-                    space, residual, gradient, runs, payload=payload_format.parts(payload), wire=WIRES[1], **scaled
-                )
-                take_out(space, residual, gradient, runs, out=gradient, wire=WIRES[1], **scaled)
+                take_out(residual, gradient, runs, payload=payload_format.parts(payload), **scaled)
+                take_out(residual, gradient, runs, out=gradient, **scaled)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
