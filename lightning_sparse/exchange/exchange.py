@@ -180,17 +180,18 @@ class Exchange:
             worker passed to collectives; and the number of elements in dense buckets.
         """
         shipments, lengths = self._shipments, [header.numel() for header in self._headers]
-        local_sizes = [size for shipment in shipments if (size := shipment.prepare()) is not None]
-        numbers = [size.double().view(1) for size in local_sizes]
+        local_sizes = [shipment.prepare() for shipment in shipments]
+        numbers = [size.double().view(1) for size in local_sizes if size is not None]
+        num_sizes = len(numbers)
         if not shipments[-1].carries_headers:
             numbers = self._headers + numbers
         wait_for_copy = copy_to_host(self._gather(numbers))
         for shipment in shipments:
             shipment.complete()
-        *headers, sizes = torch.split(wait_for_copy(), [*lengths, len(local_sizes)], dim=1)
+        *headers, sizes = torch.split(wait_for_copy(), [*lengths, num_sizes], dim=1)
         columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
-        for shipment, header in zip(shipments, headers, strict=True):
-            all_sizes = next(columns) if shipment.has_sizes else []
+        for shipment, header, size in zip(shipments, headers, local_sizes, strict=True):
+            all_sizes = [] if size is None else next(columns)
             shipment.send_overflow(header, all_sizes)
             self._remember(shipment, header, all_sizes)
         for shipment in shipments:

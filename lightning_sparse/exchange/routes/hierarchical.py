@@ -31,8 +31,6 @@ class HierarchicalShipment(Shipment):
         nodes: the sub-groups.
     """
 
-    has_sizes = True
-
     nodes: Nodes
 
     def __post_init__(self) -> None:

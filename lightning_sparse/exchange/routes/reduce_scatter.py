@@ -55,7 +55,6 @@ class ReduceScatterShipment(GatherShipment):
         put_back: adds values at unique indices to the residual.
     """
 
-    has_sizes = True
     carries_headers = False
 
     slice_capacity: int

@@ -47,11 +47,9 @@ class Shipment:
         is_dense: whether every element of the bucket is sent.
         is_typical: whether later steps are expected to resemble this step.
         is_cleared: whether the caller left zeros in ``out``.
-        has_sizes: whether ``prepare`` returns a number that all workers need.
         carries_headers: whether the last bucket's payload carries the headers of all buckets.
     """
 
-    has_sizes: ClassVar[bool] = False
     carries_headers: ClassVar[bool] = False
 
     bucket: int
@@ -77,7 +75,7 @@ class Shipment:
         """Issue the first collective."""
 
     def prepare(self) -> Tensor | None:
-        """Continue without headers; if ``has_sizes``, return a number for all workers: int64, on the device."""
+        """Continue without headers, and perhaps return a number that all workers need: int64, on the device."""
         return None
 
     def complete(self) -> None:
