@@ -40,7 +40,9 @@ def build(source: Path, command: Sequence[str]) -> ctypes.CDLL:
     if folder is not None:
         cached = folder / f"{source.stem}-{key}.so"
         with suppress(OSError):
-            if _is_own(cached) and _is_complete(cached):
+            content = cached.read_bytes()
+            # Loading an incomplete file would kill the process.
+            if _is_own(cached) and hashlib.sha256(content[:-32]).digest() == content[-32:]:
                 return ctypes.CDLL(str(cached))
         with suppress(OSError, subprocess.CalledProcessError):  # no disk space, or mounted noexec
             return _make(source, command, folder, cached)
@@ -67,9 +69,3 @@ def _is_own(path: Path) -> bool:
     """Returns whether only this user and root can write here."""
     status = path.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _is_complete(path: Path) -> bool:
-    """Returns whether the file ends with its digest. Loading an incomplete file would kill the process."""
-    content = path.read_bytes()
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]

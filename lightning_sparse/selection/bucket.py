@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts
 from lightning_sparse.selection.numbers import squared_norm
@@ -130,32 +129,6 @@ def keep_rest(compensated: Tensor, selected: Selection, wire: Wire) -> Selection
     sent, kept = sent_and_kept(compensated.index_select(0, selected.indices), selected.values, wire)
     compensated[selected.indices] = kept
     return Selection(selected.indices, sent)
-
-
-def take_out_marked(residual: Residual, marks: Tensor, values: Tensor, shipment: Shipment) -> None:
-    """Sends the marked coordinates of p and keeps the rest in its memory. Nothing waits for the device.
-
-    Args:
-        residual: ``after`` holds p, shape (m,), and receives e'.
-        marks: bool, shape (m,).
-        values: values that marked coordinates send, shape (m,): p, or a rounding of p.
-        shipment: receives the sent values.
-    """
-    after = residual.after
-    sent, kept = sent_and_kept(after, values, shipment.format.wire)
-    sent = torch.where(marks, sent, 0)  # a copy, because the values may be p, whose memory becomes e'
-    torch.where(marks, kept, after, out=after)
-    if shipment.payload is None:
-        torch.div(sent, shipment.divisor, out=shipment.out)
-        return
-    capacity = shipment.format.capacity(shipment.payload.numel())
-    shipment.format.fill_marked(shipment.payload, marks, sent)
-
-    def rest() -> Selection:
-        indices = marks.nonzero().squeeze(1)[capacity:]
-        return Selection(indices, sent[indices])
-
-    shipment.rest = rest
 
 
 def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:

@@ -18,7 +18,7 @@ from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipmen
 from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
-from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, take_out_marked
+from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, sent_and_kept
 from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fused
 from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, layer_fields, squared_norm
 from lightning_sparse.selection.own_sums import OwnSums
@@ -171,7 +171,7 @@ class Extraction:
         return numbers
 
     def _fill_marked(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
-        """Fills by a mask, because indices would synchronise with a GPU and dense routes need none."""
+        """Fills by a mask, without a wait for the device: indices would synchronise, and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         marks = self._sparsifier.mark(compensated, bucket.layout)
@@ -179,7 +179,20 @@ class Extraction:
             marks[start:end] = False
         values = self._sparsifier.values(compensated, bucket.layout)
         non_finite = compensated.isfinite().logical_not_().logical_and_(marks).count_nonzero()
-        take_out_marked(bucket.residual, marks, values, shipment)
+        sent, kept = sent_and_kept(compensated, values, shipment.format.wire)
+        sent = torch.where(marks, sent, 0)  # a copy, because the values may be p, whose memory becomes e'
+        torch.where(marks, kept, compensated, out=compensated)
+        if shipment.payload is None:
+            torch.div(sent, shipment.divisor, out=shipment.out)
+        else:
+            shipment.format.fill_marked(shipment.payload, marks, sent)
+            capacity = shipment.format.capacity(shipment.payload.numel())
+
+            def rest() -> Selection:
+                indices = marks.nonzero().squeeze(1)[capacity:]
+                return Selection(indices, sent[indices])
+
+            shipment.rest = rest
 
         def count_before(positions: Tensor) -> Tensor:
             return torch.nn.functional.pad(marks.cumsum(0), (1, 0)).index_select(0, positions)

@@ -63,11 +63,8 @@ class TopK(MarkingSparsifier):
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks k coordinates of each layer, or this bucket's of the model's, and every non-finite one."""
-        if self.needs_survey:
-            return self._mark_largest(compensated)
-        return mark_by_layer(compensated, compensated.abs(), layout, lambda _: self.density)
-
-    def _mark_largest(self, compensated: Tensor) -> Tensor:
+        if not self.needs_survey:
+            return mark_by_layer(compensated, compensated.abs(), layout, lambda _: self.density)
         if not compensated.numel():
             return torch.zeros_like(compensated, dtype=torch.bool)
         kth = self._kth

@@ -36,7 +36,7 @@ COLLECTIVES = (
 )
 PARTS: dict[Any, tuple[str, ...]] = {
     SparseState: ("receive", "_begin_step", "_prepare", "_end_step"),
-    extraction: ("take_out_marked", "compensate", "keep_rest"),
+    extraction: ("sent_and_kept", "compensate", "keep_rest"),
     Exchange: ("open", "start", "finish"),
     Pending: ("wait",),
     ResidualMemory: ("keep", "commit"),
