@@ -137,11 +137,8 @@ def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (HardThreshold, {"threshold": 0.1, "density": 0.1}, "Got both threshold=0.1 and density=0.1"),
         (HardThreshold, {"threshold": -1.0}, "Invalid threshold=-1.0. Must be a finite number of at least 0"),
-        (HardThreshold, {"threshold": NAN}, "Invalid threshold=nan"),
         (HardThreshold, {"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
-        (HardThreshold, {"density": 1.01}, "Invalid density=1.01"),
         (HardThreshold, {"density": "0.01"}, r"Invalid density='0.01'. Must be within \(0, 1\]"),
         (HardThreshold, {"threshold": True}, "Invalid threshold=True"),
         (HardThreshold, {"calibration_steps": 0}, "Invalid calibration_steps=0. Must be a whole number of at least 1"),
