@@ -22,7 +22,7 @@ from lightning_sparse.exchange.buffers import Buffers, copy_to_host
 from lightning_sparse.exchange.groups import Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
-from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, dense_element_bytes
+from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, wire_of_sums
 from lightning_sparse.exchange.routes.gather import GatherShipment, PayloadCoalescer
 from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
@@ -133,7 +133,7 @@ class Exchange:
         if self._nodes is not None and not is_empty:
             return HierarchicalShipment(*common, nodes=self._nodes)
         fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
-        element = dense_element_bytes(wire, out.dtype, n)
+        element = wire.dtype.itemsize + wire_of_sums(wire, out.dtype, n).dtype.itemsize if wire.is_stepped else 0
         costs = Costs(n, num_elements, wire.dtype.itemsize, out.itemsize, fixed_bytes, element)
         route = "dense" if is_full or is_empty else self._route(key, costs, on_gpu=out.device.type != "cpu")
         if route == "dense":

@@ -62,12 +62,6 @@ class DenseStepsShipment(Shipment):
         self.out.div_(self.workers.num_workers)
 
 
-def dense_element_bytes(wire: Wire, dtype: torch.dtype, num_workers: int) -> int:
-    """Return the bytes of an element on the dense route, both to and from the summing worker."""
-    sums = wire_of_sums(wire, dtype, num_workers)
-    return wire.dtype.itemsize + sums.dtype.itemsize if wire.is_stepped else 2 * dtype.itemsize
-
-
 def wire_of_sums(wire: Wire, dtype: torch.dtype, num_workers: int) -> Wire:
     """Return a form for sums of the workers' values that does not round."""
     fits = wire.dtype == torch.int8 and 127 * num_workers <= torch.iinfo(torch.int16).max
