@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.routes.cost_model import require_link
-from lightning_sparse.exchange.wire import ValueDtype, require_wire
+from lightning_sparse.exchange.wire import DTYPES, MOST_STEPS, ValueDtype
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier, is_number, require_count, require_word
 
@@ -53,7 +53,8 @@ class TransportOptions:
 
     def require(self, sparsifier: Sparsifier) -> None:
         """Raise ValueError if these options do not support the sparsifier's values."""
-        require_wire(sparsifier, self.value_dtype)
+        if DTYPES[self.value_dtype] in MOST_STEPS:
+            sparsifier.require_grid(self.value_dtype, MOST_STEPS[DTYPES[self.value_dtype]])
         overshoot = getattr(sparsifier, "overshoot", 0.0)
         no_overshoot, no_sums = self.why_no_overshoot, self.why_no_sparse_sums
         if not self.keeps_rest:

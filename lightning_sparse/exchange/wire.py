@@ -100,12 +100,6 @@ class Wire:
         return encoded.view(self.dtype).to(dtype).mul_(self.scale)
 
 
-def require_wire(sparsifier: Sparsifier, name: ValueDtype) -> None:
-    """Raise ValueError if a dtype needs multiples of a step and the sparsifier has no suitable step."""
-    if DTYPES[name] in MOST_STEPS:
-        sparsifier.require_grid(name, MOST_STEPS[DTYPES[name]])
-
-
 def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifier | None = None) -> Wire:
     """Return the form of values; ``"float32"`` is the residual's dtype, so float64 in a float64 model.
 

@@ -20,7 +20,7 @@ from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, sent_and_kept
 from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fused
-from lightning_sparse.selection.numbers import LocalNumbers, header_fields, layer_errors, layer_fields, squared_norm
+from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.selection.own_sums import OwnSums
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun, exceed
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, Selection, Sparsifier, in_order
@@ -103,7 +103,8 @@ class Extraction:
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
         take_out_fused(bucket, shipment, runs, header, boundaries, squared_gradient_norm)
         if self._per_layer:
-            header[layer_fields("squared_error", bucket.layout)] = layer_errors(after, bucket.layout)
+            # The kernels write the selected coordinates of each layer, which precede the errors.
+            header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
         return header
 
     def _fill_natively(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:

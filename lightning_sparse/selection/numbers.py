@@ -76,13 +76,6 @@ def header_fields(layout: LayerLayout, per_layer: bool) -> int:
     return FIXED_FIELDS + (len(LAYER_HEADER) * len(layout.names) if per_layer else 0)
 
 
-def layer_fields(name: str, layout: LayerLayout) -> slice:
-    """Returns the header fields that hold a number of every layer."""
-    places = [number.name for number in LAYER_HEADER]
-    start = FIXED_FIELDS + places.index(name) * len(layout.names)
-    return slice(start, start + len(layout.names))
-
-
 def combined(
     rows: Tensor, numbers: Sequence[StepNumber], over: Literal["workers", "shards", "exchanges"], num_workers: int = 1
 ) -> list[Any]:
