@@ -41,7 +41,6 @@ simulated = partial(SimulatedWorkersStrategy, HardThreshold(threshold=0.1), 2)
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDP, {"threshold": 0.1, "density": 0.01}, "both threshold=0.1 and density=0.01. Give one"),
-    (LOCAL, {"threshold": 1.0, "density": 0.1}, "Give one"),
     (DDP, {"threshold": nan}, "Invalid threshold=nan. Must be a finite number of at least 0"),
     (DDP, {"density": 1.5}, "Invalid density=1.5. Must be within (0, 1]"),
     (DDP, {"calibration_steps": 2.5}, "Invalid calibration_steps=2.5. Must be a whole number of at least 1"),

@@ -82,18 +82,8 @@ def test_the_density_stays_at_its_target():
         residual += gradient
         selection = keep_rest(residual, sparsifier.select(residual, layout), Wire(torch.float32))
         densities.append(selection.indices.numel() / 4000)
-        stats = StepStats(
-            step=step,
-            num_workers=1,
-            num_elements=4000,
-            selected=selection.indices.numel(),
-            squared_error=float(residual.square().sum()),
-            squared_gradient_norm=float(gradient.square().sum()),
-            non_finite=0,
-            payload_bytes=0,
-            dense_bytes=0,
-            threshold=sparsifier.threshold,
-        )
+        squares = float(residual.square().sum()), float(gradient.square().sum())
+        stats = StepStats(step, 1, 4000, selection.indices.numel(), *squares, 0, 0, 0, sparsifier.threshold)
         calibrator.observe(stats)
     assert sum(densities[100:]) / 500 == pytest.approx(0.05, rel=0.05)
 
