@@ -23,6 +23,7 @@ LABELS = {
     "hard_threshold_1": ("hard threshold, dense", "tab:blue", ":"),
     "hard_threshold_0.01": ("hard threshold, 1 %", "tab:blue", "--"),
     "hard_threshold_0.001": ("hard threshold, 0.1 %", "tab:blue", "-"),
+    "drift_0.001": ("drift, 0.1 %", "tab:purple", "-"),
     "hard_threshold_0.0001": ("hard threshold, 0.01 %", "tab:cyan", "-"),
 }
 TICKS = [1, 1.5, 2, 3, 5, 10, 20, 50, 100]
