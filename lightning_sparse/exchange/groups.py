@@ -167,10 +167,12 @@ def replica_workers(between: dist.ProcessGroup) -> Workers:
     """
     members = gather_objects((dist.get_process_group_ranks(between), uuid4().hex))
     groups = sorted({tuple(ranks) for ranks, _ in members})
-    if len({len(ranks) for ranks in groups}) > 1 or sum(map(len, groups)) != len(members):
+    is_even = len({len(ranks) for ranks in groups}) == 1 and sum(map(len, groups)) == len(members)
+    if not is_even or any(list(ranks) != sorted(ranks) for ranks in zip(*groups, strict=True)):
         raise RuntimeError(
-            f"The mesh does not divide {len(members)} ranks into replicas: the ranks with equal shards would be "
-            f"{groups}. Give the replica dimension of a mesh of all ranks, such as mesh['replicate']."
+            f"The mesh does not divide {len(members)} ranks into replicas of ascending ranks: the ranks with equal "
+            f"shards would be {groups}. Give the replica dimension of a mesh of all ranks, such as mesh['replicate'] "
+            "of init_device_mesh."
         )
     ranks = [ranks[dist.get_rank(between)] for ranks in groups]
     if len(ranks) == 1:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import HardThreshold, shard_exchange
@@ -199,6 +199,9 @@ def test_shard_exchange_raises_on_misuse():
     single = init_device_mesh("cpu", (4, 1), mesh_dim_names=("shard", "rest"))
     with pytest.raises(ValueError, match="sharded over one rank, but a replica has 4"):
         shard_exchange(sharded(build_network(), single["rest"]), single["rest"], sparsifier)
+    crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(RuntimeError, match=r"replicas of ascending ranks: .* \[\(0, 3\), \(1, 2\)\]"):
+        shard_exchange(sharded(build_network(), crossed["shard"]), crossed["replicate"], sparsifier)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     exchange = shard_exchange(model, alone["replicate"], sparsifier)
     sharded(model, alone["shard"])
