@@ -12,7 +12,7 @@ All strategies write the same fields under one key, plain containers and tensors
     shared          ``Snapshot.shared``, whole tensors
     workers         ``Snapshot.own`` of every worker, whole tensors; a single entry for their mean
     extras          for every rank of a replica, a list of every worker's ``Snapshot.extra``
-    has_folder      whether ``shared`` and ``workers`` are in the folder ``FOLDER`` instead, written by all ranks
+    files           CRC-32 of the files in the folder ``FOLDER``, which then holds ``shared`` and ``workers``
     why_incomplete  the reason why requested tensors are missing, None if they are not
     seal            see ``lightning_sparse.engine.snapshot``
 """

@@ -16,7 +16,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
 from lightning_sparse.engine.snapshot import DamagedStateError, Snapshot, Tensors, unsent_norm, warn_of_forgotten
 from lightning_sparse.exchange.agreement import raised_together
-from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, shapes_in_folder
+from lightning_sparse.exchange.sharded_tensors import changed, like_parameter, own_part, read_folder, shapes_in_folder
 
 MOST_LISTED = 8
 
@@ -47,6 +47,8 @@ def restore(
     first = averagers[0]
     with raised_together():
         saved = own_content(content, first.kind)
+        if saved and saved["files"] and path is not None and (name := changed(path / FOLDER, saved["files"])):
+            raise DamagedStateError(f"{FOLDER}/{name}", "has changed")
     for averager in averagers:
         averager.reset()
     if saved is None:
@@ -56,7 +58,7 @@ def restore(
         return {}
     is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _opened(saved, path, first.kind)
-    if not is_same and (first.kind == "drifts" or saved["workers"] or saved["has_folder"]):
+    if not is_same and (first.kind == "drifts" or saved["workers"] or saved["files"]):
         _say_world_size(first, saved["world_size"])
     is_changed = _say_changed_model(source, first)
     if first.forgets:
@@ -109,11 +111,6 @@ class SavedTensors:
         problem = read_folder({worker: {kind: tree}}, self._folder) if tree else None
         if problem is not None:
             raise DamagedStateError(str(self._folder), f"cannot be read ({problem})")
-        with raised_together():
-            for name, tensor in tree.items() if kind in UNSENT.values() else ():
-                if not bool(local(tensor).isfinite().all()):
-                    path = f"{self._folder}, {worker}.{kind}.{name}"
-                    raise DamagedStateError(path, "has values that are NaN or infinite")
 
 
 def _filled(target: Any, saved: Any) -> Any:
@@ -128,7 +125,7 @@ def _filled(target: Any, saved: Any) -> Any:
 
 def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Mapping[str, Any], SavedTensors]:
     """Return the content and its tensors; warn if tensors are missing."""
-    if saved["has_folder"]:
+    if saved["files"]:
         if path is not None:
             with suppress(FileNotFoundError, NotADirectoryError):  # a file consolidated from a folder has no folder
                 return saved, SavedTensors(saved, path / FOLDER)

@@ -184,8 +184,8 @@ def collect(
     shared, own = _laid_out(averager, snapshot.shared), _laid_out(averager, kept)
     own |= {OPTIMIZERS: optimizers} if optimizers else {}
     if folder is not None:
-        content |= {"has_folder": True, "shared": {kind: {} for kind in shared}}
-        write_folder({SHARED: shared, str(workers.rank): own}, folder / FOLDER)
+        content["shared"] = {kind: {} for kind in shared}
+        content["files"] = write_folder({SHARED: shared, str(workers.rank): own}, folder / FOLDER)
     else:
         if workers.rank == 0:
             content["shared"] = next(iter(_gathered(shared, Workers(None, 0, 1), replica)), {})
@@ -213,7 +213,7 @@ def _empty_content(kind: str, world_size: int, ranks: int, why_incomplete: str |
     """Return all fields but the seal, without any state."""
     content: dict[str, Any] = {"kind": kind, "version": VERSION, "world_size": world_size, "ranks": ranks}
     content |= {"unsent_norm": None, "numbers": None, "histories": [], "shared": {}, "workers": [], "extras": []}
-    return content | {"has_folder": False, "why_incomplete": why_incomplete}
+    return content | {"files": {}, "why_incomplete": why_incomplete}
 
 
 def _laid_out(averager: Averager, tensors: Tensors) -> dict[str, Any]:

@@ -3,15 +3,21 @@
 A tensor with its parameter's layout can be read with any other sharding.
 """
 
+from collections import ChainMap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
+
+from lightning_sparse.exchange.agreement import gather_objects
 
 
 def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
@@ -49,9 +55,25 @@ def own_part(parameter: Tensor, full: Tensor) -> Tensor:
     return held.redistribute(placements=parameter.placements).to_local().detach().flatten()
 
 
-def write_folder(tree: dict[str, Any], folder: Path) -> None:
-    """Write nested dicts of tensors into a folder, each rank its parts. Every rank calls this."""
+def write_folder(tree: dict[str, Any], folder: Path) -> dict[str, int]:
+    """Write nested dicts of tensors into a folder, each rank its parts. Every rank calls this.
+
+    Return the CRC-32 of every file by its name.
+    """
     state_dict_saver.save(tree, checkpoint_id=folder)
+    rank = dist.get_rank()
+    own = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
+    return dict(ChainMap(*gather_objects({file.name: _crc(file) for file in own})))
+
+
+def changed(folder: Path, crcs: Mapping[str, int]) -> str | None:
+    """Return the name of a changed file of a folder; each rank checks its share of the files. Not collective."""
+    own = [name for name in sorted(crcs)[dist.get_rank() :: dist.get_world_size()] if (folder / name).exists()]
+    return next((name for name in own if _crc(folder / name) != crcs[name]), None)
+
+
+def _crc(file: Path) -> int:
+    return crc32(torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8).numpy().data)  # memory-mapped
 
 
 def read_folder(tree: dict[str, Any], folder: Path) -> str | None:

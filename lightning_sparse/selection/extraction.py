@@ -120,9 +120,8 @@ class Extraction:
         sends_unrounded = shipment.payload is None and wire.dtype == before.dtype
         stays_zero = is_zero and sends_unrounded and not any(piece.threshold for piece in self._pieces(bucket))
         written = [shipment.out]
-        if not stays_zero:
-            step.before = pointer(before)
         if weights is not None:
+            step.before = pointer(before)
             step.parts, step.part_ends = weights.addresses
             written += weights.tensors
         else:
@@ -130,7 +129,7 @@ class Extraction:
                 gradient = shipment.out.copy_(gradient)
             step.gradient = pointer(gradient)
             if not stays_zero:
-                step.after = pointer(after)
+                step.before, step.after = pointer(before), pointer(after)
                 written.append(after)
         slices = torch.zeros(self._num_slices, dtype=torch.int64)
         if shipment.payload is None:

@@ -189,9 +189,8 @@ class HardThreshold(MarkingSparsifier):
         return self._of_layers
 
     def forget_calibration(self) -> None:
-        """Forgets λ if it follows from a density."""
-        if self.density is not None:
-            self._fix(None, {})
+        """Forgets λ, which follows from a density."""
+        self._fix(None, {})
 
     def is_given(self, name: str) -> bool:
         """Returns whether ``layer_thresholds`` has a λ for the layer with this parameter name."""

@@ -188,9 +188,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         """Return reasons why drifts cannot be saved now, in equal words on all workers."""
         assert self.state is not None
         hook = self._module._current_fx_name
-        needs_weights = hook in _IN_A_STEP or (
-            hook == "on_after_backward" and not self._module.automatic_optimization  # another backward may follow
-        )
+        another_may_follow = hook == "on_after_backward" and not self._module.automatic_optimization
+        needs_weights = hook in _IN_A_STEP or another_may_follow
         obstacles = {
             "the shared weights were changed": self.state.shared.was_written_to,
             # Received values would change weights that a backward needs.
