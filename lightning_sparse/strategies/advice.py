@@ -17,7 +17,7 @@ from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, 
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 ENOUGH_STEPS = 200
-"""Exchanges before a check of what is sent densely, and without a payload before a warning."""
+"""Exchanges before a check of the share of dense buckets, and without a payload before a warning."""
 FEWEST_SENT = 5.0
 """The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
 LONG_CALIBRATION = 0.02

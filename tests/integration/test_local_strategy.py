@@ -24,6 +24,7 @@ from lightning_sparse import (
 )
 from tests.integration.models import (
     Classifier,
+    ManualClassifier,
     Normalized,
     TwoPlayers,
     adam,
@@ -345,13 +346,14 @@ def test_a_save_in_validation_is_equal_for_all_workers_after_writes(who_writes: 
     assert ("were changed" in str(saved["why_incomplete"])) is bool(who_writes)
 
 
+@pytest.mark.parametrize(("kind", "hook"), [(WithAdam, "on_before_backward"), (ManualClassifier, "on_after_backward")])
 @on_workers(2, process_group=False)
-def test_a_save_before_a_backward_does_not_change_it_during_an_exchange(tmp_path: Path) -> None:
-    saves = LambdaCallback(
-        on_before_backward=lambda trainer, *_: trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
-    )
-    trainer = local_trainer(saves, overlap=True, every_n_steps=2, max_steps=6)
-    trainer.fit(WithAdam(), ResumableData(6))
+def test_a_save_before_a_backward_does_not_change_it_during_an_exchange(tmp_path: Path, kind: Any, hook: str) -> None:
+    def save(trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    trainer = local_trainer(LambdaCallback(**{hook: save}), overlap=True, every_n_steps=2, max_steps=6)
+    trainer.fit(kind(), ResumableData(6))
     assert trainer.global_step == 6
     saved = [torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["lightning_sparse"] for step in range(1, 6)]
     pending = "an exchange has not ended"

@@ -75,7 +75,9 @@ def take_out(residual, gradient, runs, *, wire, header, loss_scale=None, boundar
     form = SimpleNamespace(wire=wire, parts=lambda payload: payload)
     attributes = {"format": form, "payload": None, "out": None, "divisor": 1, "is_cleared": False, "buffers": Buffers()}
     shipment = SimpleNamespace(**attributes | into)
+    version = residual.after._version
     take_out_fused(flat, shipment, runs, header, boundaries)
+    assert residual.after._version > version or not gradient.numel()  # ResidualMemory must see the change
 
 
 @dataclass
