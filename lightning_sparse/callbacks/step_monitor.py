@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_sparse.engine.snapshot import copied
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
+from lightning_sparse.strategies.step_log import NumberLog
 
 
 class StepMonitor(Callback):
@@ -37,6 +38,7 @@ class StepMonitor(Callback):
         self._new_steps: list[StepStats] = []
         self._newest: StepStats | None = None
         self._has_new_layers = False
+        self._log = NumberLog()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -63,7 +65,7 @@ class StepMonitor(Callback):
         self._take_in_new()
         # In every batch, because Lightning drops earlier logs at the end of an epoch. Barebones, it warns about logs.
         if self._totals and not trainer.barebones:
-            pl_module.log(self._name, self._total.compute().float(), on_step=True, batch_size=1)
+            self._log.log(pl_module, self._name, self._total.compute().item())
         # Lightning logs a batch only if it is the last of a step.
         accumulates = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
         is_logged = trainer._logger_connector.should_update_logs and not accumulates

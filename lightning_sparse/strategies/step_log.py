@@ -28,7 +28,7 @@ class StepLog:
         self._of_batch: list[StepStats] = []
         self._newest: list[StepStats] = []
         self._lost: list[StepStats] = []
-        self._entries: dict[str, Any] = {}  # Lightning's entries of our numbers, by Lightning's key
+        self._log = NumberLog()
         self._shown: set[str] = set()  # keys of entries for the next row
         self._row: int | None = None
 
@@ -44,7 +44,7 @@ class StepLog:
         self._of_batch.clear()
         batch = trainer.fit_loop.epoch_loop._batches_that_stepped
         results: Any = trainer._results or {}
-        entries = [self._entries[key] for key in self._shown if self._entries[key] is results.get(key)]
+        entries = [self._log.entries[key] for key in self._shown if self._log.entries[key] is results.get(key)]
         current = [entry for entry in entries if not entry.has_reset]
         if self._row is not None and batch > self._row:
             for entry in current:
@@ -74,34 +74,44 @@ class StepLog:
             steps = self._of_batch
             # The new numbers include those that another hook has logged in this batch.
             for key in [key for key in self._shown if not key.startswith(f"{hook}.")]:
-                self._entries[key].reset()
+                self._log.entries[key].reset()
                 self._shown.remove(key)
         self._newest = list(steps)
         for name, value in (step_metrics(steps) | averager.own_metrics()).items():
-            self._log(module, name, float(value), on_step)
+            if entry := self._log.log(module, name, float(value), on_step=on_step):
+                self._shown.add(entry)
         self._steps.clear()
 
-    def _log(self, module: LightningModule, name: str, value: float, on_step: bool) -> None:
-        """Log a number, first through the module and later into Lightning's entry.
 
-        ``log`` takes a quarter of a millisecond per number to validate arguments and to move the entry to its device.
-        Both give the same result in every step.
-        """
-        trainer, fx = module.trainer, module._current_fx_name
-        results, key = trainer._results, f"{fx}.{name}"
+class NumberLog:
+    """Logs numbers under names, first through the module and later into Lightning's entry.
+
+    ``log`` takes a third of a millisecond per number to validate arguments and to move the entry to its device. Both
+    give the same result in every step.
+
+    Attributes:
+        entries: Lightning's entries of our numbers, by Lightning's key.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Any] = {}
+
+    def log(self, module: LightningModule, name: str, value: float, *, on_step: bool = True) -> str | None:
+        """Log a number, equal on all workers, in a hook that allows it; return its entry's key for a step."""
+        results, key = module.trainer._results, f"{module._current_fx_name}.{name}"
         assert results is not None
         # For a float, Lightning makes a tensor on the device and waits. A tensor with sync_dist must be on the device.
         tensor = torch.tensor(value, device="cpu", dtype=torch.float64)
         if not on_step:
             tensor = tensor.to(module.device, torch.float32)
-        is_ours = key in self._entries and self._entries[key] is results.get(key)
+        is_ours = key in self.entries and self.entries[key] is results.get(key)
         is_overridden = getattr(module.log, "__func__", None) is not _LOG  # an overridden log gets every number
         if on_step and is_ours and not is_overridden:
             results.update_metrics(key, tensor, 1)
         else:
-            # All workers have equal numbers. At the end of an epoch, Lightning warns without sync_dist. batch_size
-            # avoids a search through the batch. enable_graph differs from the default, although the tensor has no
-            # graph, so that Lightning rejects a user's metric with an equal name.
+            # At the end of an epoch, Lightning warns without sync_dist. batch_size avoids a search through the batch.
+            # enable_graph differs from the default, although the tensor has no graph, so that Lightning rejects a
+            # user's metric with an equal name.
             module.log(
                 name,
                 tensor,
@@ -111,9 +121,10 @@ class StepLog:
                 sync_dist=not on_step,
                 batch_size=1,
             )
-        if on_step and key in results:
-            self._entries[key] = results[key]
-            self._shown.add(key)
+        if not on_step or key not in results:
+            return None
+        self.entries[key] = results[key]
+        return key
 
 
 _LOG = LightningModule.log
