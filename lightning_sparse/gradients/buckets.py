@@ -42,7 +42,7 @@ class DDPBuckets:
         self._names = dict(parameter_names)
         self._strides = {name: weight.stride() for weight, name in self._names.items() if weight.requires_grad}
         self._counts = is_static_graph
-        self._layouts: dict[tuple[int, ...], LayerLayout] = {}
+        self._layouts: dict[tuple[tuple[int, tuple[int, ...]], ...], LayerLayout] = {}
         self._saved_layout: list[list[str]] = []
         self._steps_to_regroup = 0
         self._arrived: list[tuple[FlatBucket, Averaged]] = []
@@ -126,13 +126,12 @@ class DDPBuckets:
 
     def _layout_of(self, grad_bucket: GradBucket) -> LayerLayout:
         parameters = grad_bucket.parameters()
-        key = tuple(map(id, parameters))
+        key = tuple((id(parameter), parameter.stride()) for parameter in parameters)
         if key not in self._layouts:
             names = tuple(self._names[parameter] for parameter in parameters)
+            require_strides(names, parameters, self._strides)
             self._layouts[key] = LayerLayout(names, tuple(map(real_numel, parameters)))
-        layout = self._layouts[key]
-        require_strides(layout.names, parameters, self._strides)
-        return layout
+        return self._layouts[key]
 
 
 class ParameterUse:

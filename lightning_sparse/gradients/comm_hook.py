@@ -1,13 +1,10 @@
-"""DDP's communication hook, its registration, and ``DistributedDataParallel.join``."""
+"""Registration of DDP's communication hook, and ``DistributedDataParallel.join``."""
 
-# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,26 +14,8 @@ from lightning_sparse.engine.options import ErrorFeedback, ExchangeOptions
 from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import ValueDtype
-from lightning_sparse.gradients.sparse_state import SparseState
+from lightning_sparse.gradients.sparse_state import SparseState, sparse_hook
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
-
-
-# A compiled optimizer step calls backward in its closure. The exchange must stay out of the compiled graph.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Exchange a bucket sparsely, as DDP's communication hook. Collective; DDP calls it.
-
-    Returns:
-        A future of the bucket's buffer with S · (1/n) Σ_i out_i, the same bits on every worker.
-    """
-    # A replay would always send as many values as the recorded step.
-    if bucket.index() == 0 and bucket.buffer().device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "A sparse exchange cannot be part of a CUDA graph: payload sizes differ between steps, and the host reads "
-            "them. Record only work before the exchange, as torch.cuda.make_graphed_callables does for parts of a "
-            "model, or use Lightning's 'ddp'."
-        )
-    return state.receive(bucket)
 
 
 def register_comm_hook(

@@ -6,9 +6,11 @@ changes are pending until an optimizer steps on the gradients, and are rolled ba
 (``lightning_sparse.gradients.pending_gradients``).
 """
 
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
@@ -82,7 +84,9 @@ class SparseState(Averager):
         self._optimizers = optimizers
         self._has_reported_dropped = False
         self._rates = LastLearningRates(parameter_names)
-        self.pending_gradients = PendingGradients(parameter_names, self.residuals, self._rates)
+        self._rescales = options.error_feedback == "learning_rate"
+        memories = (self.residuals, self._rates) if self._rescales else (self.residuals,)
+        self.pending_gradients = PendingGradients(parameter_names, *memories)
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
         self._is_moving = False
@@ -136,7 +140,7 @@ class SparseState(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return the state as of the last optimizer step. Not collective."""
         snapshot = super().snapshot(workers)
-        if self.options.error_feedback == "learning_rate":
+        if self._rescales:
             snapshot.numbers["learning_rates"] = self._rates.state_dict()
         return snapshot
 
@@ -186,7 +190,7 @@ class SparseState(Averager):
         self._use.forget_old()
         self._engine.begin()
         self._buckets, self._unused, self._scale = [], set(), self._loss_scale()
-        if self.options.error_feedback == "learning_rate":
+        if self._rescales:
             self._rates.begin(self._optimizers())
 
     def _prepare(self, bucket: FlatBucket) -> None:
@@ -209,7 +213,7 @@ class SparseState(Averager):
         """Add a bucket to the engine, or all buckets of a step to clip or survey them."""
         if self.options.local_clip_norm is not None:
             clip_norm(buckets, self.options.local_clip_norm)
-        for bucket in buckets:
+        for bucket in buckets if self._rescales else ():
             self._rates.rescale(bucket)
         self._engine.add_all(buckets)
 
@@ -229,7 +233,8 @@ class SparseState(Averager):
         self._bucket_names = [layout.names for layout in layouts]
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._unused)
-        self._rates.commit(self._unused - self.pending_gradients.pending)
+        if self._rescales:
+            self._rates.commit(self._unused - self.pending_gradients.pending)
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()
@@ -269,3 +274,21 @@ class SparseState(Averager):
                 "train, as under DDP. If you store gradients and use them later, call state.commit() after each "
                 "backward. This message appears once; see docs/reliability.md."
             )
+
+
+# A compiled optimizer step calls backward in its closure. The exchange must stay out of the compiled graph.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Exchange a bucket sparsely, as DDP's communication hook. Collective; DDP calls it.
+
+    Returns:
+        A future of the bucket's buffer with S · (1/n) Σ_i out_i, the same bits on every worker.
+    """
+    # A replay would always send as many values as the recorded step.
+    if bucket.index() == 0 and bucket.buffer().device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A sparse exchange cannot be part of a CUDA graph: payload sizes differ between steps, and the host reads "
+            "them. Record only work before the exchange, as torch.cuda.make_graphed_callables does for parts of a "
+            "model, or use Lightning's 'ddp'."
+        )
+    return state.receive(bucket)
