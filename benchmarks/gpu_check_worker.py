@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse import GradientOptions, HardThreshold, TopK, register_comm_hook
 from lightning_sparse.exchange.exchange import Exchange
 
 TIMEOUT, SHORT_TIMEOUT = timedelta(seconds=60), timedelta(seconds=20)
@@ -115,7 +115,7 @@ class Training:
             self.state = register_comm_hook(
                 self.ddp,
                 sparsifier,
-                exchange=configuration.exchange,
+                GradientOptions(exchange=configuration.exchange),
                 grad_scaler=self.scaler,
                 per_layer_stats=configuration.per_layer,
             )

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.network_lab import NetworkLab
-from lightning_sparse import HardThreshold, register_comm_hook
+from lightning_sparse import GradientOptions, HardThreshold, register_comm_hook
 
 WARM_UP_STEPS = 5
 THRESHOLD = 0.03
@@ -37,7 +37,7 @@ def profile_step() -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = DistributedDataParallel(torchvision.models.resnet18(num_classes=10))
-    state = register_comm_hook(model, HardThreshold(threshold=THRESHOLD), exchange="gather")
+    state = register_comm_hook(model, HardThreshold(threshold=THRESHOLD), GradientOptions(exchange="gather"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     images, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     sent: list[int] = []

@@ -8,7 +8,7 @@ parameters and 2 windows of 64 bytes per rank.
 
     floor            FSDP2 inside each replica, without an exchange between replicas
     hsdp             torch's HSDP: reduce-scatter inside, a dense all-reduce between replicas
-    sparse_ρ         shard_exchange with HardThreshold, λ held to a density of ρ
+    sparse_ρ         ShardExchange with HardThreshold, λ held to a density of ρ
     drift_ρ_every_n  ShardModelAverager: drifts every n steps (default 1), at a density of ρ
 
 Each method has its own model with equal initial weights. The methods take turns in the same processes: each turn is an
@@ -34,7 +34,7 @@ from torch.nn import functional
 from benchmarks import report
 from benchmarks.network_lab import INTERFACE, NetworkLab
 from benchmarks.payload import MARK, read_results
-from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager, shard_exchange
+from lightning_sparse import DriftOptions, HardThreshold, ShardExchange, ShardModelAverager
 from recipes.gpt_wikitext.model import GPT
 
 FLOOR, HSDP = "floor", "hsdp"
@@ -55,7 +55,7 @@ def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
     kind, *numbers = method.split("_")
     sparsifier = HardThreshold(density=float(numbers[0]) if numbers else 1.0, calibration_steps=5)
     if kind == "sparse":
-        exchange = shard_exchange(model, mesh["replicate"], sparsifier)
+        exchange = ShardExchange(model, mesh["replicate"], sparsifier)
     elif kind == "drift":
         averager = ShardModelAverager(
             model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=interval_of(method))

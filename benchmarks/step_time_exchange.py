@@ -26,7 +26,7 @@ from benchmarks.step_time_worker import (
     target_density,
 )
 from lightning_sparse import SparseState, StepStats
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions
 
 OVERSHOOT = 0.583  # mean excess of a Gaussian random walk over λ, in standard deviations of a step
 
@@ -83,7 +83,7 @@ def time_exchanges(task: dict[str, Any], device: torch.device) -> dict[str, Any]
     states: dict[str, SparseState] = {}
     for method in task["methods"]:
         if sparsifier := make_sparsifier(method):
-            states[method] = SparseState(sparsifier, ExchangeOptions(), names)
+            states[method] = SparseState(sparsifier, GradientOptions(), names)
             if density := target_density(method):
                 threshold = 1 / sqrt(density) - OVERSHOOT
                 set_threshold(states[method], threshold)

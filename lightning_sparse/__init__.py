@@ -9,11 +9,11 @@ from lightning_sparse.callbacks.error_monitor import ErrorMonitor
 from lightning_sparse.callbacks.metrics import AverageDensity, TotalError
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
-from lightning_sparse.engine.options import DriftOptions
+from lightning_sparse.engine.options import DriftOptions, ExchangeOptions, GradientOptions
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
 from lightning_sparse.gradients.comm_hook import register_comm_hook
-from lightning_sparse.gradients.shard_exchange import ShardExchange, shard_exchange
+from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers.accordion import Accordion
 from lightning_sparse.sparsifiers.gaussian_k import GaussianK
@@ -44,7 +44,9 @@ __all__ = [
     "DriftOptions",
     "ErrorMonitor",
     "Estimate",
+    "ExchangeOptions",
     "GaussianK",
+    "GradientOptions",
     "HSDPHardThresholdStrategy",
     "HardThreshold",
     "LayerLayout",
@@ -72,7 +74,6 @@ __all__ = [
     "estimate",
     "paper_threshold",
     "register_comm_hook",
-    "shard_exchange",
 ]
 
 register_strategies()

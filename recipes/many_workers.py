@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_sparse import Dense, HardThreshold
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.strategies.simulated.workers import SimulatedWorkers
 from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, flip_randomly, normalise
 
@@ -65,7 +65,7 @@ def train(
     model = build_network()
     weights = dict(model.named_parameters())
     sparsifier = Dense() if exchange == "dense" else HardThreshold(density=density, calibration_steps=3)
-    options = ExchangeOptions(exchange=exchange)  # type: ignore[arg-type]
+    options = GradientOptions(exchange=exchange)  # type: ignore[arg-type]
     workers = SimulatedWorkers(num_workers, sparsifier, weights, options, per_layer_stats=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE / 2, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.2)

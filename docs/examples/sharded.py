@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sparse import AverageDensity, HardThreshold, shard_exchange
+from lightning_sparse import AverageDensity, HardThreshold, ShardExchange
 
 REPLICAS = 2
 
@@ -31,7 +31,7 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh["shard"])  # inside a replica: torch's own exchange
     fully_shard(model, mesh=mesh["shard"])
-    exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=0.05, calibration_steps=20))
+    exchange = ShardExchange(model, mesh["replicate"], HardThreshold(density=0.05, calibration_steps=20))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     average_density = AverageDensity()

@@ -27,7 +27,7 @@ from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensor
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
-from lightning_sparse.engine.options import DriftOptions
+from lightning_sparse.engine.options import DriftOptions, checked
 from lightning_sparse.engine.sharding import Resharded
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
@@ -87,7 +87,7 @@ class SparseModelAverager(Averager):
         group: dist.ProcessGroup | None = None,
         per_layer_stats: bool = False,
     ) -> None:
-        self.options = checked(options)
+        self.options = checked(options, DriftOptions)
         require_sparsifier(sparsifier)
         if not isinstance(module, nn.Module):
             raise TypeError(f"Invalid {module=}. Must be a torch.nn.Module.")
@@ -266,13 +266,6 @@ class SparseModelAverager(Averager):
     def anchor(self) -> dict[str, Tensor]:
         """Return views of x by name with the weights' shapes, complex ones as real."""
         return self.exchange.anchors()
-
-
-def checked(options: DriftOptions | None) -> DriftOptions:
-    """Return options, or the default for None; raise TypeError otherwise."""
-    if not isinstance(options, (DriftOptions, type(None))):
-        raise TypeError(f"Invalid {options=}. Must be DriftOptions(every_n_steps=4), for example.")
-    return DriftOptions() if options is None else options
 
 
 def drift_settings(

@@ -7,8 +7,8 @@ the optimizer steps on shards. Between replicas, the ranks that hold the same sh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_sparse.drift.averager import SparseModelAverager, checked, drift_settings
-from lightning_sparse.engine.options import DriftOptions
+from lightning_sparse.drift.averager import SparseModelAverager, drift_settings
+from lightning_sparse.engine.options import DriftOptions, checked
 from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
@@ -54,7 +54,7 @@ class ShardModelAverager(SparseModelAverager):
         *,
         per_layer_stats: bool = False,
     ) -> None:
-        options = checked(options)
+        options = checked(options, DriftOptions)
         require_sparsifier(sparsifier)
         reshard(module)
         sharding = Sharding(module, mesh, drift_settings(module, sparsifier, options, per_layer_stats))

@@ -25,7 +25,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
-from lightning_sparse.engine.options import TransportOptions
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
 from lightning_sparse.exchange.exchange import Exchange
@@ -69,7 +69,7 @@ class Engine:
     def __init__(
         self,
         sparsifier: Sparsifier,
-        options: TransportOptions,
+        options: ExchangeOptions,
         *,
         group: dist.ProcessGroup | None = None,
         per_layer_stats: bool = False,

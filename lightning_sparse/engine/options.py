@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, TypeVar, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,12 +14,13 @@ from lightning_sparse.exchange.wire import DTYPES, MOST_STEPS, ValueDtype
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier, is_number, require_count, require_word
 
+Options = TypeVar("Options", bound="ExchangeOptions")
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransportOptions:
+class ExchangeOptions:
     """Options that every exchange has.
 
     Args:
@@ -79,7 +80,7 @@ class TransportOptions:
 
 
 @dataclass(frozen=True)
-class ExchangeOptions(TransportOptions):
+class GradientOptions(ExchangeOptions):
     """Options of the exchange of gradients, apart from the sparsifier.
 
     Args:
@@ -110,7 +111,7 @@ class ExchangeOptions(TransportOptions):
 
 
 @dataclass(frozen=True)
-class DriftOptions(TransportOptions):
+class DriftOptions(ExchangeOptions):
     """Options of the exchange of drifts.
 
     Args:
@@ -171,3 +172,10 @@ class DriftOptions(TransportOptions):
                 f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
+
+
+def checked(options: Options | None, kind: type[Options]) -> Options:
+    """Return options of exactly this kind, the default for None; raise TypeError otherwise."""
+    if options is not None and type(options) is not kind:
+        raise TypeError(f"Invalid {options=}. Must be {kind.__name__}(value_dtype='bfloat16'), for example.")
+    return kind() if options is None else options

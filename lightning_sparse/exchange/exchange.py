@@ -41,7 +41,7 @@ class Exchange:
     """Averages sparse buckets over the workers of a process group. Every method is collective.
 
     Args:
-        mode: a route of ``TransportOptions``. ``"auto"`` chooses by the number of selected coordinates in the previous
+        mode: a route of ``ExchangeOptions``. ``"auto"`` chooses by the number of selected coordinates in the previous
             step (``lightning_sparse.exchange.routes.cost_model``). A bucket without a history, as in the first step,
             takes the dense route.
         group: the process group; None is the default group.

@@ -10,10 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import require_one_device
-from lightning_sparse.engine.options import ErrorFeedback, ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions, checked
 from lightning_sparse.exchange.agreement import require_agreement
-from lightning_sparse.exchange.exchange import ExchangeMode
-from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.gradients.sparse_state import SparseState, sparse_hook
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
@@ -21,12 +19,8 @@ from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 def register_comm_hook(
     ddp_module: torch.nn.Module,
     sparsifier: Sparsifier,
+    options: GradientOptions | None = None,
     *,
-    error_feedback: ErrorFeedback = "gradient",
-    local_clip_norm: float | None = None,
-    value_dtype: ValueDtype = "float32",
-    exchange: ExchangeMode = "auto",
-    link_gbit_s: float | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     per_layer_stats: bool = False,
@@ -39,12 +33,7 @@ def register_comm_hook(
         ddp_module: a ``DistributedDataParallel``, or the result of ``Fabric(strategy="ddp").setup(...)``, without a
             communication hook.
         sparsifier: selects coordinates; copied.
-        error_feedback: ``"gradient"`` keeps residuals in gradient units, ``"learning_rate"`` rescales them as learning
-            rates change (and needs ``optimizer``), ``"none"`` discards unsent values.
-        local_clip_norm: clips this worker's whole gradient to this norm before the exchange; None does not clip.
-        value_dtype: dtype of sent values, as in `SparseDDPStrategy`.
-        exchange: the route, as in `SparseDDPStrategy`.
-        link_gbit_s: rate of a worker's link between nodes, in Gbit/s and one direction, as in `SparseDDPStrategy`.
+        options: see `GradientOptions`.
         optimizer: the optimizer or optimizers, whose learning rates ``error_feedback="learning_rate"`` needs.
         grad_scaler: the loss scaler, if any, so that thresholds and residuals are in units of the unscaled gradient.
         per_layer_stats: whether to report density and error of every layer; adds two numbers per layer to each step.
@@ -54,18 +43,12 @@ def register_comm_hook(
 
     Raises:
         TypeError: the module is not a DistributedDataParallel, or another argument has a wrong type.
-        ValueError: an option is invalid, the module is on several devices, or ``error_feedback="learning_rate"`` has
-            no optimizer.
+        ValueError: the sparsifier does not support an option, the module is on several devices, or
+            ``error_feedback="learning_rate"`` has no optimizer.
         RuntimeError: settings differ between workers (on every worker), or DDP has no buckets to exchange.
     """
-    options = ExchangeOptions(
-        error_feedback,
-        local_clip_norm,
-        value_dtype=value_dtype,
-        exchange=exchange,
-        link_gbit_s=link_gbit_s,
-    )
-    if error_feedback == "learning_rate" and optimizer is None:
+    options = checked(options, GradientOptions)
+    if options.error_feedback == "learning_rate" and optimizer is None:
         raise ValueError('error_feedback="learning_rate" needs the learning rates. Pass optimizer=… as well.')
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
     if not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
@@ -85,7 +68,7 @@ def register_comm_hook(
 def attach(
     ddp_module: torch.nn.Module,
     sparsifier: Sparsifier,
-    options: ExchangeOptions,
+    options: GradientOptions,
     *,
     grad_scaler: Callable[[], torch.amp.GradScaler | None],
     optimizers: Callable[[], Sequence[Optimizer]],

@@ -24,14 +24,12 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import ExchangeOptions, checked
 from lightning_sparse.engine.sharding import Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import parameter_settings
-from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.groups import OwnGroup
-from lightning_sparse.exchange.wire import ValueDtype
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
 from lightning_sparse.selection.bucket import FlatBucket, Residual
@@ -71,13 +69,42 @@ class ShardBucket(ParameterBucket):
 
 
 class ShardExchange(Averager):
-    """Averages gradients of this rank's shards over the replicas; see `shard_exchange`.
+    """Averages gradients of a sharded model over its replicas. Collective: all ranks.
+
+    Use it with plain PyTorch and ``fully_shard``. For the Lightning Trainer, use `HSDPHardThresholdStrategy`. All
+    replicas receive the weights and buffers of the first.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        exchange = ShardExchange(model, mesh["replicate"], HardThreshold(density=0.01))
+        for batch in loader:
+            loss_of(model, batch).backward()
+            exchange.average_gradients()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        module: the model, sharded only over the ranks of a replica.
+        mesh: the dimension of replicas, one rank per replica, of a mesh of all ranks.
+        sparsifier: selects coordinates; copied. λ is equal in all shards, per model or per layer; a number of
+            coordinates, as in `TopK`, is per shard.
+        options: see `ExchangeOptions`.
+        per_layer_stats: whether to report density and error of every layer.
 
     Attributes:
         replica: the ranks that hold this rank's replica.
         device: the device of this rank.
         own_group: the process group in which gradients are exchanged.
         observed_steps: the steps of optimizers on these parameters.
+
+    Raises:
+        TypeError: the sparsifier, the options or the mesh have a wrong type.
+        ValueError: the sparsifier does not support an option, the mesh has several dimensions, or the sharding is not
+            supported.
+        RuntimeError: settings differ between ranks, or the mesh does not divide ranks into replicas (on every rank).
     """
 
     kind = "gradients"
@@ -88,10 +115,11 @@ class ShardExchange(Averager):
         module: nn.Module,
         mesh: DeviceMesh,
         sparsifier: Sparsifier,
-        options: ExchangeOptions,
+        options: ExchangeOptions | None = None,
         *,
         per_layer_stats: bool = False,
     ) -> None:
+        options = checked(options, ExchangeOptions)
         require_sparsifier(sparsifier)
         options.require(sparsifier)
         reshard(module)
@@ -198,49 +226,3 @@ class ShardExchange(Averager):
 @lru_cache(maxsize=64)
 def _on_device(marks: tuple[bool, ...], device: torch.device) -> Tensor:
     return torch.tensor(marks, dtype=torch.float64).to(device)
-
-
-def shard_exchange(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    sparsifier: Sparsifier,
-    *,
-    value_dtype: ValueDtype = "float32",
-    exchange: ExchangeMode = "auto",
-    link_gbit_s: float | None = None,
-    per_layer_stats: bool = False,
-) -> ShardExchange:
-    """Make replicas of a sharded model exchange gradients sparsely. Collective: all ranks.
-
-    Use it with plain PyTorch and ``fully_shard``. For the Lightning Trainer, use `HSDPHardThresholdStrategy`. All
-    replicas receive the weights and buffers of the first.
-
-    Example::
-
-        mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh["shard"])
-        exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=0.01))
-        for batch in loader:
-            loss_of(model, batch).backward()
-            exchange.average_gradients()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    Args:
-        module: the model, sharded only over the ranks of a replica.
-        mesh: the dimension of replicas, one rank per replica, of a mesh of all ranks.
-        sparsifier: selects coordinates; copied. λ is equal in all shards, per model or per layer; a number of
-            coordinates, as in `TopK`, is per shard.
-        value_dtype: dtype of sent values, as in `SparseDDPStrategy`.
-        exchange: the route between replicas, as in `SparseDDPStrategy`.
-        link_gbit_s: rate of a rank's link between replicas, in Gbit/s and one direction, as in `SparseDDPStrategy`.
-        per_layer_stats: whether to report density and error of every layer.
-
-    Raises:
-        TypeError: the sparsifier or the mesh has a wrong type.
-        ValueError: an option is invalid, the mesh has several dimensions, or the sharding is not supported.
-        RuntimeError: settings differ between ranks, or the mesh does not divide ranks into replicas (on every rank).
-    """
-    options = ExchangeOptions(value_dtype=value_dtype, exchange=exchange, link_gbit_s=link_gbit_s)
-    return ShardExchange(module, mesh, sparsifier, options, per_layer_stats=per_layer_stats)

@@ -21,7 +21,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import weak_method
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import gather_objects
@@ -63,7 +63,7 @@ class SparseState(Averager):
     def __init__(
         self,
         sparsifier: Sparsifier,
-        options: ExchangeOptions,
+        options: GradientOptions,
         parameter_names: Mapping[Tensor, str],
         *,
         group: dist.ProcessGroup | None = None,

@@ -55,7 +55,7 @@ class StepsOnAverages(StepObserver):
         if name is not None:
             raise RuntimeError(
                 f"{name!r} has a gradient that is not exchanged: the model's parameters have changed since the call of "
-                "shard_exchange. Call fully_shard first, and shard_exchange after it."
+                "ShardExchange. Call fully_shard first, and ShardExchange after it."
             )
 
     def _after(self, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.options import TransportOptions
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
@@ -46,7 +46,7 @@ class Advice:
         is_sharded: whether the strategy is for sharded replicas.
     """
 
-    def __init__(self, averager: Averager, options: TransportOptions, *, is_sharded: bool) -> None:
+    def __init__(self, averager: Averager, options: ExchangeOptions, *, is_sharded: bool) -> None:
         self._kind, self._options, self._is_sharded = averager.kind, options, is_sharded
         self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         self._sparsifier = averager.sparsifier

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.saving import collect_together, content_of_launcher
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
 from lightning_sparse.gradients.sparse_state import SparseState
@@ -40,12 +40,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """
 
     state: SparseState | None
-    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
-    _options: ExchangeOptions
+    _takes: ClassVar[tuple[type, ...]] = (GradientOptions,)
+    _options: GradientOptions
     _lightning_arguments = ddp_arguments
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
-        self._options = self._taken(ExchangeOptions, kwargs)
+        self._options = self._taken(GradientOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
 
     @override

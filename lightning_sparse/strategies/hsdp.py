@@ -37,7 +37,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
     state: ShardExchange | None
     _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
-    _leaves_out = frozenset({"error_feedback", "local_clip_norm"})
     _options: ExchangeOptions
     _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"

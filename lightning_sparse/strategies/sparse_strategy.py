@@ -17,7 +17,7 @@ from lightning_sparse.checkpointing.content import KEY, WorkerState
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.snapshot import sealed
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier, require_word
 from lightning_sparse.strategies.advice import Advice, exchanges_of
@@ -55,7 +55,7 @@ class SparseStrategy(TakesOptions):
     _progress_at_start: object
     _why_not: str | None = None
     """The reason why a checkpoint that is being written lacks tensors of workers."""
-    _options: ExchangeOptions | DriftOptions
+    _options: ExchangeOptions
     _is_sharded: ClassVar[bool] = False
     """Whether replicas are sharded. Only checkpoints of sharded replicas may be folders."""
     _call_each_step: ClassVar[str | None] = None

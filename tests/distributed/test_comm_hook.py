@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_sparse import HardThreshold, LayerLayout, TopK, register_comm_hook
+from lightning_sparse import DriftOptions, GradientOptions, HardThreshold, LayerLayout, TopK, register_comm_hook
 from lightning_sparse.engine import warmup
 from tests.distributed.training import Weights
 from tests.workers import of_all_workers, on_workers, run_workers
@@ -28,7 +28,7 @@ def wrapped(sparsifier, model=None, find_unused_parameters=False, bucket_cap_mb=
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=bucket_cap_mb,
     )
-    model.sparse_state = register_comm_hook(model, sparsifier, **options)
+    model.sparse_state = register_comm_hook(model, sparsifier, GradientOptions(**options))
     return model, model.sparse_state
 
 
@@ -62,7 +62,7 @@ def test_calibration_steps_are_dense_and_later_steps_are_sparse(exchange):
 
 @on_workers(1)
 def test_register_comm_hook_rejects_unsuitable_modules_and_options():
-    plain, fixed = torch.nn.Linear(2, 2), HardThreshold(threshold=0.1)
+    plain, fixed, by_rate = torch.nn.Linear(2, 2), HardThreshold(threshold=0.1), GradientOptions("learning_rate")
     ddp, registered = DistributedDataParallel(plain), DistributedDataParallel(torch.nn.Linear(2, 2))
     register_comm_hook(registered, fixed)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
@@ -70,9 +70,10 @@ def test_register_comm_hook_rejects_unsuitable_modules_and_options():
     for kind, message, module, sparsifier, options in (
         (TypeError, "Expected a torch.nn.parallel.DistributedDataParallel module, got Linear", plain, fixed, {}),
         (TypeError, "Expected a sparsifier such as HardThreshold", ddp, 0.1, {}),
-        (ValueError, "needs the learning rates. Pass optimizer=", ddp, fixed, {"error_feedback": "learning_rate"}),
+        (ValueError, "needs the learning rates. Pass optimizer=", ddp, fixed, {"options": by_rate}),
         (TypeError, "Invalid optimizer='x'. Must be an optimizer", ddp, fixed, {"optimizer": "x"}),
         (TypeError, "Invalid grad_scaler='x'. Must be a torch.amp.GradScaler", ddp, fixed, {"grad_scaler": "x"}),
+        (TypeError, "Invalid options=Drift.* Must be GradientOptions", ddp, fixed, {"options": DriftOptions()}),
         (RuntimeError, "python_reducer", reduced, fixed, {}),
         (RuntimeError, "register_comm_hook", registered, fixed, {}),
     ):
@@ -234,7 +235,7 @@ def test_threshold_control_moves_only_after_optimizer_steps_of_the_layer(granula
 def test_a_large_payload_overlaps_with_backward():
     layers = [torch.nn.Linear(128, 128) for _ in range(6)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.1)  # more than one layer
-    register_comm_hook(model, HardThreshold(threshold=1e-6), exchange="gather")
+    register_comm_hook(model, HardThreshold(threshold=1e-6), GradientOptions(exchange="gather"))
     inputs = torch.randn(4, 128)
     for _ in range(3):
         model(inputs).square().sum().backward()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
+from lightning_sparse import DriftOptions, GradientOptions, HardThreshold, SparseModelAverager, register_comm_hook
 from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE
 from lightning_sparse.exchange.wire import Wire
@@ -69,7 +69,7 @@ def _variants(is_local, sparsifier, dtype, options):
         averager = SparseModelAverager(module, sparsifier, DriftOptions(**options))
     else:
         model = DistributedDataParallel(module, bucket_cap_mb=0.0005, find_unused_parameters=has_unused)
-        register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
+        register_comm_hook(model, sparsifier, GradientOptions(**options), grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     warmed_up = launched.copy()
     launched.clear()

@@ -11,6 +11,7 @@ from lightning_sparse import (
     Accordion,
     Dense,
     GaussianK,
+    GradientOptions,
     HardThreshold,
     RandomK,
     StochasticRounding,
@@ -28,9 +29,8 @@ def _epochs(kind, num_epochs, *, drops=False):
     module = DistributedDataParallel(
         Weights(weight=torch.zeros(40)), find_unused_parameters=options.pop("find_unused_parameters", False)
     )
-    scale = options.get("error_feedback") == "learning_rate"
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    state = register_comm_hook(module, sparsifier, **options, **({"optimizer": optimizer} if scale else {}))
+    state = register_comm_hook(module, sparsifier, GradientOptions(**options), optimizer=optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())
     total, numbers = torch.zeros(40), []
     for epoch in range(num_epochs):

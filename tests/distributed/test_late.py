@@ -11,7 +11,7 @@ import torch
 
 from lightning_sparse import HardThreshold, TopK
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.options import TransportOptions
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange import exchange
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket, Residual
@@ -65,7 +65,7 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
     if in_side_stream:
         with torch.cuda.stream(torch.cuda.Stream(device)):
             return train(sparsifier, mode, num_workers, device, dtype, per_layer=per_layer)
-    engine = Engine(sparsifier, TransportOptions(exchange=mode), per_layer_stats=per_layer)
+    engine = Engine(sparsifier, ExchangeOptions(exchange=mode), per_layer_stats=per_layer)
     layouts = [LayerLayout(("a", "b"), (60_000, 50_000)), LayerLayout(("c",), (70,)), LayerLayout(("d",), (9_000,))]
     kept = [torch.zeros(layout.num_elements) for layout in layouts]
     memory = [Residual(*torch.zeros(2, layout.num_elements, device=device).unbind()) for layout in layouts]

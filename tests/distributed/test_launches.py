@@ -26,7 +26,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.engine import memory
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange import buffers
 from lightning_sparse.exchange import exchange as exchange_module
 from lightning_sparse.exchange.exchange import ExchangeMode
@@ -144,7 +144,7 @@ def measure(
         gradients = [torch.empty(SIZE * len(some), device=GPU, dtype=dtype) for some in names]
     state = sparse_state.SparseState(
         sparsifier,
-        ExchangeOptions(exchange=exchange),
+        GradientOptions(exchange=exchange),
         {parameter: name for name, parameter in parameters.items()},
         per_layer_stats=per_layer,
         allows_unused_parameters=has_unused,

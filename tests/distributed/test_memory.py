@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK, register_comm_hook
+from lightning_sparse import DriftOptions, GradientOptions, HardThreshold, SparseModelAverager, TopK, register_comm_hook
 from lightning_sparse.exchange import buffers
 from tests.workers import run_workers
 
@@ -108,7 +108,7 @@ def measure(sparsifier, device, options):
             averager = SparseModelAverager(module, HardThreshold(threshold=0.003), DriftOptions(**options))
     else:
         model = DistributedDataParallel(module, bucket_cap_mb=4, gradient_as_bucket_view=True)
-        state = register_comm_hook(model, sparsifier, grad_scaler=scaler, **options)
+        state = register_comm_hook(model, sparsifier, GradientOptions(**options), grad_scaler=scaler)
         receive = state.receive
 
         def counted(bucket):

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import (
     DriftOptions,
     HardThreshold,
+    ShardExchange,
     ShardModelAverager,
     SparseModelAverager,
     register_comm_hook,
-    shard_exchange,
 )
 from tests.integration.models import OptimizerWrapper, messages_of, warnings_of
 from tests.workers import on_workers
@@ -76,7 +76,7 @@ def sharded(kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net = build()
     fully_shard(net, mesh=mesh["shard"])
-    exchange = shard_exchange(net, mesh["replicate"], HardThreshold(threshold=0.02))
+    exchange = ShardExchange(net, mesh["replicate"], HardThreshold(threshold=0.02))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 
     def closure() -> Tensor:
@@ -167,7 +167,7 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
         fully_shard(net, mesh=mesh["shard"])
     wrapped = DistributedDataParallel(nets[2])
     holders = [
-        shard_exchange(nets[0], mesh["replicate"], HardThreshold(threshold=0.1)),
+        ShardExchange(nets[0], mesh["replicate"], HardThreshold(threshold=0.1)),
         ShardModelAverager(nets[1], mesh["replicate"], HardThreshold(threshold=0.1)),
         register_comm_hook(wrapped, HardThreshold(threshold=0.1)),
         SparseModelAverager(nets[3], HardThreshold(threshold=0.1)),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sparse import HardThreshold, shard_exchange
+from lightning_sparse import ExchangeOptions, HardThreshold, ShardExchange
 from lightning_sparse.engine import grouping
 from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
@@ -118,7 +118,7 @@ def soak(plan):
         fully_shard(layer, mesh=mesh["shard"])
     named = dict(model.named_parameters())
     sparsifier = HardThreshold(threshold=plan["threshold"], layer_thresholds=plan["layer_thresholds"])
-    exchange = shard_exchange(model, mesh["replicate"], sparsifier, exchange=plan["exchange"])
+    exchange = ShardExchange(model, mesh["replicate"], sparsifier, ExchangeOptions(exchange=plan["exchange"]))
     optimizers = {name: torch.optim.SGD([weight], lr=0.1, momentum=plan["momentum"]) for name, weight in named.items()}
     for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
         if step == FALLS_AT and replicas > 1:  # a single replica ignores λ
@@ -186,24 +186,24 @@ def test_random_trainings_equal_plain_replicas(seed):
 def test_shard_exchange_raises_on_misuse():
     mesh, model, sparsifier = build_mesh(2, 2), build_network(), HardThreshold(threshold=0.1)
     for make, message in (
-        (lambda: shard_exchange(model, mesh, sparsifier), "Must be the dimension of replicas alone"),
-        (lambda: shard_exchange(model, mesh["replicate"], sparsifier), "0.weight is not sharded"),
+        (lambda: ShardExchange(model, mesh, sparsifier), "Must be the dimension of replicas alone"),
+        (lambda: ShardExchange(model, mesh["replicate"], sparsifier), "0.weight is not sharded"),
         (
-            lambda: shard_exchange(sharded(build_network(), mesh["shard"]), mesh["shard"], sparsifier),
+            lambda: ShardExchange(sharded(build_network(), mesh["shard"]), mesh["shard"], sparsifier),
             "and the mesh of replicas, ",
         ),
-        (lambda: shard_exchange(model, mesh["replicate"], 0.1), "Expected a sparsifier"),
+        (lambda: ShardExchange(model, mesh["replicate"], 0.1), "Expected a sparsifier"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             make()
     single = init_device_mesh("cpu", (4, 1), mesh_dim_names=("shard", "rest"))
     with pytest.raises(ValueError, match="sharded over one rank, but a replica has 4"):
-        shard_exchange(sharded(build_network(), single["rest"]), single["rest"], sparsifier)
+        ShardExchange(sharded(build_network(), single["rest"]), single["rest"], sparsifier)
     crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
     with pytest.raises(RuntimeError, match=r"replicas of ascending ranks: .* \[\(0, 3\), \(1, 2\)\]"):
-        shard_exchange(sharded(build_network(), crossed["shard"]), crossed["replicate"], sparsifier)
+        ShardExchange(sharded(build_network(), crossed["shard"]), crossed["replicate"], sparsifier)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
-    exchange = shard_exchange(model, alone["replicate"], sparsifier)
+    exchange = ShardExchange(model, alone["replicate"], sparsifier)
     sharded(model, alone["shard"])
     model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
     with pytest.raises(RuntimeError, match="Call fully_shard first"):
@@ -221,12 +221,12 @@ def test_an_exchange_resumes_from_its_state(stop):
     for stops in (None, stop):
         model = sharded(build_network(), mesh["shard"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=0.3, calibration_steps=3))
+        exchange = ShardExchange(model, mesh["replicate"], HardThreshold(density=0.3, calibration_steps=3))
         for place, batches in enumerate(build_batches(4)):
             if place == stops:
                 state = exchange.state_dict()
                 exchange.close()
-                exchange = shard_exchange(model, mesh["replicate"], HardThreshold(density=0.3, calibration_steps=3))
+                exchange = ShardExchange(model, mesh["replicate"], HardThreshold(density=0.3, calibration_steps=3))
                 exchange.load_state_dict(state)
             inputs, targets = batches[dist.get_rank()]
             nn.functional.mse_loss(model(inputs), targets).backward()

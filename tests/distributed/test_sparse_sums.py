@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import HardThreshold, TopK, register_comm_hook
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.routes import cost_model
 from tests.distributed.training import Weights
 from tests.workers import of_all_workers, on_workers, run_workers
@@ -56,8 +56,8 @@ def trainer_of(case, **options):
     module = Weights(**{f"weight{place}": torch.zeros(size, dtype=case.dtype) for place, size in enumerate(case.sizes)})
     model = DistributedDataParallel(module, **options)
     sparsifier = HardThreshold(threshold=case.threshold, overshoot=case.overshoot)
-    options = {"exchange": "sparse_sums", "value_dtype": case.value_dtype, "per_layer_stats": case.per_layer}
-    state = register_comm_hook(model, sparsifier, **options)
+    exchange_options = GradientOptions(exchange="sparse_sums", value_dtype=case.value_dtype)
+    state = register_comm_hook(model, sparsifier, exchange_options, per_layer_stats=case.per_layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step(moves):
@@ -206,4 +206,4 @@ def test_every_worker_gets_values_that_are_not_finite(value, burst, place):
 )
 def test_sums_need_a_threshold_and_residuals(options, sparsifier, message):
     with pytest.raises(ValueError, match=message):
-        ExchangeOptions(exchange="sparse_sums", **options).require(sparsifier)
+        GradientOptions(exchange="sparse_sums", **options).require(sparsifier)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import Accordion, GaussianK, HardThreshold, RandomK, TopK, register_comm_hook
+from lightning_sparse import Accordion, GaussianK, GradientOptions, HardThreshold, RandomK, TopK, register_comm_hook
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
 from tests.workers import of_all_workers, on_workers, run_workers
 
@@ -168,7 +168,7 @@ class Watching(HardThreshold):
 def test_a_sparsifier_observes_the_unscaled_average(dtype, exchange):
     model = DistributedDataParallel(build_model(dtype), bucket_cap_mb=0.0005)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    state = register_comm_hook(model, Watching(threshold=0.05), grad_scaler=scaler, exchange=exchange)
+    state = register_comm_hook(model, Watching(threshold=0.05), GradientOptions(exchange=exchange), grad_scaler=scaler)
     for of_workers in build_batches(dist.get_world_size(), dtype, 2):
         inputs, targets = of_workers[dist.get_rank()]
         model.zero_grad()

@@ -77,9 +77,8 @@ def train(
     model = DistributedDataParallel(build_model(dtype).to(device), bucket_cap_mb=bucket_cap_mb)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5) if step_size else None
-    if options.get("error_feedback") == "learning_rate":
-        options["optimizer"] = optimizer
-    state = lightning_sparse.register_comm_hook(model, sparsifier, per_layer_stats=True, **options)
+    given = lightning_sparse.GradientOptions(**options)
+    state = lightning_sparse.register_comm_hook(model, sparsifier, given, optimizer=optimizer, per_layer_stats=True)
     assert "sparse_hook" in model._get_ddp_logging_data()["comm_hook"]
     result = Result({}, {})
     state.subscribe(result.steps.append)

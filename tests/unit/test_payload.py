@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_sparse import Dense, HardThreshold, ScaledIntegerRounding, TopK
-from lightning_sparse.engine.options import TransportOptions
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange import wire
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.wire import Wire, wire_of
@@ -98,8 +98,8 @@ def test_a_wire_of_multiples_takes_the_step_of_the_sparsifier():
 )
 def test_multiples_need_a_step_that_fits(sparsifier, value_dtype, message):
     with pytest.raises(ValueError, match=message):
-        TransportOptions(value_dtype=value_dtype).require(sparsifier)
-    TransportOptions(value_dtype="bfloat16").require(sparsifier)
+        ExchangeOptions(value_dtype=value_dtype).require(sparsifier)
+    ExchangeOptions(value_dtype="bfloat16").require(sparsifier)
 
 
 def test_rounding_keeps_nan_and_infinity_and_adds_none():

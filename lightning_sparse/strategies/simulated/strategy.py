@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.saving import collect
 from lightning_sparse.engine.optimizer_steps import weak_method
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_count
 from lightning_sparse.strategies.options import require_arguments
@@ -64,9 +64,9 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     strategy_name = "simulated_workers"
     state: SimulatedWorker | None
-    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
+    _takes: ClassVar[tuple[type, ...]] = (GradientOptions,)
     _leaves_out = frozenset({"error_feedback", "link_gbit_s"})
-    _options: ExchangeOptions
+    _options: GradientOptions
     _turns: Turns
     _random_numbers: RandomNumbers
 
@@ -83,7 +83,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         require_count("num_workers", num_workers)
         if exchange == "hierarchical":
             raise ValueError("Got exchange='hierarchical', but simulated workers have no nodes. Use 'gather'.")
-        self._options = self._taken(ExchangeOptions, kwargs, exchange=exchange)
+        self._options = self._taken(GradientOptions, kwargs, exchange=exchange)
         if isinstance(own_attributes, str) or not all(isinstance(name, str) for name in own_attributes):
             raise TypeError(f"Invalid {own_attributes=}. Must be a list of names, such as ['hidden_state'].")
         if device == "auto":

@@ -10,7 +10,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import ParameterBucket, as_parameter, bucketed, in_memory_order, require_strides
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
@@ -23,7 +23,7 @@ class SimulatedWorker(Averager):
     Args:
         engine: the worker's engine, which communicates with threads of this process.
         parameters: trained parameters by name.
-        local_clip_norm: see ``ExchangeOptions``.
+        local_clip_norm: see ``GradientOptions``.
     """
 
     kind = "gradients"
@@ -103,7 +103,7 @@ class SimulatedWorkers(ThreadWorkers):
         num_workers: int,
         sparsifier: Sparsifier,
         parameters: Mapping[str, Tensor],
-        options: ExchangeOptions,
+        options: GradientOptions,
         *,
         per_layer_stats: bool,
     ) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import HardThreshold, TopK, register_comm_hook
+from lightning_sparse import GradientOptions, HardThreshold, TopK, register_comm_hook
 from tests.distributed.fuzz.case import DISCARDED, DTYPES, Case, draw_case, gradient_of
 from tests.distributed.fuzz.checker import Checker, Difference
 from tests.distributed.fuzz.simulation import error_dtype
@@ -96,10 +96,9 @@ class Training:
                 calibration_steps=case.calibration_steps,
                 layer_thresholds=dict(case.layer_thresholds),
             ),
-            error_feedback=case.error_feedback,
-            local_clip_norm=case.local_clip_norm,
-            value_dtype=case.value_dtype,
-            exchange=case.exchange,
+            GradientOptions(
+                case.error_feedback, case.local_clip_norm, value_dtype=case.value_dtype, exchange=case.exchange
+            ),
             optimizer=self.optimizers if case.error_feedback == "learning_rate" else None,
             grad_scaler=self.scaler,
             per_layer_stats=case.per_layer_stats,

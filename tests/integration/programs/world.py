@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseState, Sparsifier, StepStats, register_comm_hook
+from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
 from tests.integration.models import SMALL_BUCKETS_MB
 from tests.integration.programs.oracle import (
@@ -126,7 +127,8 @@ class World:
             ddp_options = {"bucket_cap_mb": SMALL_BUCKETS_MB} | ddp_options
         wrapped = make_ddp(model, **ddp_options)
         if self.kind in ("zero", "sparse"):
-            state = register_comm_hook(wrapped, self.sparsifier(), grad_scaler=grad_scaler, exchange=self.exchange)
+            options = GradientOptions(exchange=self.exchange)
+            state = register_comm_hook(wrapped, self.sparsifier(), options, grad_scaler=grad_scaler)
             self.follow_state(state, name)
         return wrapped
 
