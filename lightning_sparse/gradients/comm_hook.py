@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def register_comm_hook(
         ddp_module,
         sparsifier,
         options,
-        grad_scaler=lambda: grad_scaler,
+        grad_scaler=grad_scaler,
         optimizers=lambda: optimizers,
         per_layer_stats=per_layer_stats,
     )
@@ -70,11 +71,11 @@ def attach(
     sparsifier: Sparsifier,
     options: GradientOptions,
     *,
-    grad_scaler: Callable[[], torch.amp.GradScaler | None],
+    grad_scaler: torch.amp.GradScaler | None,
     optimizers: Callable[[], Sequence[Optimizer]],
     per_layer_stats: bool,
 ) -> SparseState:
-    """Register ``sparse_hook`` with a new state; optimizers and scaler may be made later."""
+    """Register ``sparse_hook`` with a new state; optimizers may be made later."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(
@@ -107,14 +108,13 @@ def attach(
             names,
             group=ddp_module.process_group,
             # The public get_scale() synchronises. A disabled scaler has no _scale, and a new scaler has None.
-            loss_scale=lambda: getattr(grad_scaler(), "_scale", None),
+            loss_scale=partial(getattr, grad_scaler, "_scale", None),
             optimizers=optimizers,
             per_layer_stats=per_layer_stats,
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
             is_static_graph=bool(ddp_module.static_graph),
         )
-        scaler = grad_scaler()  # may not have a scale yet
-        state.warm_up(is_scaled=scaler is not None and scaler.is_enabled())
+        state.warm_up(is_scaled=grad_scaler is not None and grad_scaler.is_enabled())
     ddp_module.register_comm_hook(state, sparse_hook)
     state.pending_gradients.follow(ddp_module)
     follow_join(ddp_module, state)

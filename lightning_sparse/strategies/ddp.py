@@ -78,7 +78,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self.model,
             self.sparsifier,
             self._options,
-            grad_scaler=lambda: getattr(self.precision_plugin, "scaler", None),
+            grad_scaler=getattr(self.precision_plugin, "scaler", None),
             optimizers=lambda: self.optimizers,
             per_layer_stats=self.per_layer_stats,
         )
