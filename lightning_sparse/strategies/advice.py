@@ -20,8 +20,6 @@ ENOUGH_STEPS = 200
 """Exchanges before a check of the share of dense buckets, and without a payload before a warning."""
 FEWEST_SENT = 5.0
 """The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
-LONG_CALIBRATION = 0.02
-"""The share of a run from which calibration causes a message."""
 FEWEST_SECONDS = 1e-3
 """The time of a dense exchange at 1 Gbit/s, without latency, below which a sparse exchange saves almost nothing."""
 NORMALISING = re.compile(
@@ -62,20 +60,20 @@ class Advice:
             num_exchanges: the planned number of exchanges; infinite if unknown, None if the run's steps are discarded.
         """
         # A discarded run may precede training, and its numbers do not count.
-        self._is_watching = self._num_workers > 1 and num_exchanges is not None
-        self._num_exchanges = inf if num_exchanges is None else num_exchanges
+        self._is_watching = num_exchanges is not None
         self._calibrating = self._steps = self._silent = 0
         self._was_silent, self._silent_since = False, 0.0
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
-        is_alone = self._num_workers == 1 and isinstance(self._sparsifier, Dense)  # not a simulated worker
-        if is_alone and num_exchanges is not None:
+        if num_exchanges is None:
+            return
+        if self._num_workers == 1 and isinstance(self._sparsifier, Dense):  # not a simulated worker
             text = f"a single worker exchanges nothing: its {self._kind} are not sparsified."
             self._report("alone", text, "troubleshooting")
-        if not self._is_watching or self._sends_all:
+        if self._num_workers == 1 or self._sends_all:
             return
         density = asked_density(self._sparsifier)
-        times_sent = self._num_exchanges * (density or inf)
+        times_sent = num_exchanges * (density or inf)
         # Ignores the latency of messages, which a sparse exchange has too.
         dense_seconds = 8e-9 * 4 * self._num_elements * 2 * (self._num_workers - 1) / self._num_workers
         if dense_seconds < FEWEST_SECONDS:
@@ -89,8 +87,8 @@ class Advice:
             self._report(
                 "short run",
                 f"density={density:.3g} sends each coordinate only {times_sent:.2g} times in "
-                f"{_count(self._num_exchanges)} exchanges. "
-                f"Set density={_rounded_up(min(1.0, FEWEST_SENT / max(self._num_exchanges, 1))):.1g}.",
+                f"{_count(num_exchanges)} exchanges. "
+                f"Set density={_rounded_up(min(1.0, FEWEST_SENT / max(num_exchanges, 1))):.1g}.",
             )
         normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
         if self._kind != "drifts" and normalising:
@@ -113,16 +111,13 @@ class Advice:
             self._calibrating += 1
             return
         if self._steps == 0:
-            self._report_calibrated()
             self._silent_layers = dict.fromkeys(stats.layers, 0.0)
         self._steps += 1
         self._selected += stats.selected
         self._elements += stats.num_workers * stats.num_elements
         self._dense_elements += stats.num_workers * stats.dense_elements
-        for name in [*self._silent_layers] if stats.layers else []:
-            self._silent_layers[name] = sqrt(stats.layers[name].squared_error)
-            if stats.layers[name].selected:
-                del self._silent_layers[name]
+        silent = [name for name in self._silent_layers if not stats.layers[name].selected]
+        self._silent_layers = {name: stats.layers[name].squared_error for name in silent}
         self._silent = 0 if stats.selected else self._silent + 1
         if self._silent == 1:
             self._silent_since = stats.squared_error
@@ -143,22 +138,13 @@ class Advice:
                 "Lower calibration_steps.",
             )
         sent = self._selected / max(self._elements, 1) * self._steps
-        silent = {name: norm for name, norm in self._silent_layers.items() if norm > 0}
+        silent = {name: error for name, error in self._silent_layers.items() if error > 0}
         if silent and sent >= FEWEST_SENT:
             largest = shortened(max(silent, key=lambda name: silent[name]), 24)
             self._warn(
                 "layers",
                 f"{len(silent):,} layers sent nothing in {_count(self._steps)} exchanges, such as {largest}. "
                 "Set layer_thresholds.",
-            )
-
-    def _report_calibrated(self) -> None:
-        share = self._calibrating / self._num_exchanges if self._num_exchanges else 0.0
-        if share >= LONG_CALIBRATION:
-            self._report(
-                "calibrated",
-                f"calibration took {_count(self._calibrating)} of {_count(self._num_exchanges)} exchanges "
-                f"({100 * share:.0f} %), which sent everything.",
             )
 
     def _report_nothing_sent(self, stats: StepStats) -> None:

@@ -127,9 +127,6 @@ SITUATIONS = {
         [], [r"density=0.01 sends each coordinate only 1 times in 100 exchanges. Set density=0.05"], planned=100
     ),
     "nearly long enough": Situation([], [r"only 4.6 times in 460 exchanges. Set density=0.02"], planned=460),
-    "long calibration": Situation(
-        [CALIBRATION] * 50 + [step(10)], [r"calibration took 50 of 1,000 exchanges \(5 %\)"], planned=1000
-    ),
     "nobody knows how long": Situation([CALIBRATION] * 50 + [step(10)], planned=float("inf")),
     "Adam": Situation(
         [], [r"AdamW normalises gradients, .* Use 'local_hardthreshold'. See docs/local-training.md"],
@@ -229,7 +226,6 @@ EXTREMES = [
     Situation([replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200),
     Situation([step(100, layers={LONG_NAME + str(number): (0, HUGE) for number in range(1234)})] * 600),
     Situation([CALIBRATION] * 1234, sparsifier=HardThreshold(density=0.01)),
-    Situation([CALIBRATION] * 1234 + [step(10)], planned=1234.56),
 ]  # fmt: skip
 
 
@@ -243,7 +239,7 @@ def test_a_message_has_at_most_120_characters_and_a_link():
             assert (PROJECT / link).is_file()
         kinds |= advice_module._reported
     assert kinds == set(re.findall(r'self\._(?:report|warn)\(\s*"([a-z ]+)"', inspect.getsource(Advice)))
-    assert len(kinds) == 9
+    assert len(kinds) == 8
 
 
 def _optimizer(name: str, **defaults: Any) -> torch.optim.Optimizer:
