@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
@@ -196,7 +195,7 @@ def collect(
     return content
 
 
-def content_of_launcher(strategy: ParallelStrategy, kind: str) -> dict[str, Any] | None:
+def content_of_launcher(strategy: Any, kind: str) -> dict[str, Any] | None:
     """Return the content of a file that the launcher of the workers saves, such as a notebook's.
 
     Lightning brings that process weights, metrics and the best checkpoint's path, but neither optimizers nor the number

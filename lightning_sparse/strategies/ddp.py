@@ -1,6 +1,5 @@
 """Lightning strategy: DDP with a sparse exchange of gradients."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.saving import collect_together, content_of_launcher
+from lightning_sparse.checkpointing.saving import collect_together
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
@@ -116,12 +115,5 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         super().teardown()
 
     @override
-    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        if self.state is None:
-            return content_of_launcher(self, "gradients")
-        return collect_together(self.state, self.worker_state, self._timeout)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self._restore(checkpoint)  # Lightning restores after it has wrapped the model
+    def _content(self, averager: SparseState, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+        return collect_together(averager, self.worker_state, self._timeout)

@@ -97,9 +97,9 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     _averager_class = ShardModelAverager
 
     @override
-    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
-        self._why_not = self._why_broken()
-        return averager.shared.mean(averager.workers) if self._why_not is None else None
+    def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
+        why_not = self._why_broken()
+        return (averager.shared.mean(averager.workers) if why_not is None else None), why_not
 
     @override
     def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

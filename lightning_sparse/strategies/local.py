@@ -2,7 +2,6 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.saving import collect_together, content_of_launcher, is_in_trouble, together
+from lightning_sparse.checkpointing.saving import collect_together, is_in_trouble, together
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import weak_method
@@ -36,7 +35,8 @@ class LocalTraining(SparseStrategy):
     _takes: ClassVar[tuple[type, ...]] = (DriftOptions,)
     _options: DriftOptions
     _call_each_step = "step() after"
-    _has_ended = False
+    _why_not: str | None = None
+    """The reason why the weights of the checkpoint that is being written are not the mean."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(DriftOptions, kwargs)
@@ -44,7 +44,6 @@ class LocalTraining(SparseStrategy):
 
     @override
     def _follow(self, state: Any) -> None:
-        self._has_ended = False
         super()._follow(state)
         state.observed_steps.on_step = weak_method(self._after_any_step)
 
@@ -56,10 +55,10 @@ class LocalTraining(SparseStrategy):
 
     @property
     def _shared(self) -> SharedWeights | None:
-        """Changes weights during training; None before and after."""
+        """Changes weights during a fit; None before and after."""
         module = self.lightning_module
         is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        return self.state.shared if self.state is not None and is_fitting and not self._has_ended else None
+        return self.state.shared if self.state is not None and is_fitting else None
 
     @override
     def on_validation_start(self) -> None:
@@ -89,23 +88,21 @@ class LocalTraining(SparseStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._has_ended = False  # Lightning's learning rate finder also calls on_train_end
-        self._return_weights()
+        self._return_weights()  # Lightning's learning rate finder also calls on_train_end
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._shared is not None:
             self._shared.take_mean()
-        self._has_ended = True
 
     @override
     def teardown(self) -> None:
-        if self.state is not None and self._shared is not None:
+        shared = self._shared
+        if self.state is not None and self.state.num_steps and shared is not None and not shared.is_shown:
             # An exception ended the fit, perhaps only on this worker. All workers have the same anchor.
-            if self.state.num_steps and not self._shared.is_shown:
-                self._shared.take(self._shared.anchor())
-            self._shared.own = {}  # the module keeps its current weights
+            shared.take(shared.anchor())
+            shared.own = {}
         super().teardown()
 
     def _return_weights(self) -> None:
@@ -115,19 +112,18 @@ class LocalTraining(SparseStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Lightning calls this on every rank before save_checkpoint.
-        self._why_not = None
-        if self.state is None or self._has_ended:
+        if self.state is None:
             return super().lightning_module_state_dict()
         shared = self.state.shared
-        is_shown = shared.is_shown  # during validation
-        weights = {} if is_shown else self._mean_weights(self.state)
+        is_shown = shared.is_shown  # during validation and after training
+        weights, self._why_not = ({}, None) if is_shown else self._mean_weights(self.state)
         with shared.shown(shared.anchor() if weights is None else weights):
             state = super().lightning_module_state_dict()
             return copy.deepcopy(state) if is_shown or self._is_sharded else state
 
     @abstractmethod
-    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
-        """Return the mean of all workers' weights, or warn, set ``_why_not`` and return None."""
+    def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
+        """Return the mean of all workers' weights and None, or None and the reason. Every worker should call this."""
 
 
 class SparseLocalStrategy(LocalTraining, DDPStrategy):
@@ -179,10 +175,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     # Checkpoints.
 
     @override
-    def _mean_weights(self, averager: SparseModelAverager) -> dict[str, Tensor] | None:
-        mean = averager.shared.mean
-        weights, self._why_not = together(averager, self._timeout, self._obstacles(), mean, "averaging weights")
-        return weights
+    def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
+        return together(averager, self._timeout, self._obstacles(), averager.shared.mean, "averaging weights")
 
     def _obstacles(self) -> list[str]:
         """Return reasons why drifts cannot be saved now, in equal words on all workers."""
@@ -198,27 +192,16 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         return [why for why, is_so in obstacles.items() if is_so]
 
     @override
-    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        if self.state is None:
-            return content_of_launcher(self, "drifts")
+    def _content(self, averager: SparseModelAverager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         extra = {}
         if self.worker_state == "full":
             kept = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
             extra = {name: checkpoint[key] for name, key in kept.items() if key in checkpoint}
-        why_not, self._why_not = self._why_not, None
         return collect_together(
-            self.state,
+            averager,
             self.worker_state,
             self._timeout,
             obstacles=self._obstacles(),
-            why_not=why_not,
+            why_not=self._why_not,
             extra=extra,
         )
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        extra = self._restore(checkpoint)  # Lightning restores after the model's set-up
-        states = extra.get("optimizer_states", checkpoint["optimizer_states"])
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded
-            self.precision_plugin.load_state_dict(extra["precision_state"])

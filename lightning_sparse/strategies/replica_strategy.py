@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_sparse.checkpointing.content import warn_of_incomplete
 from lightning_sparse.checkpointing.saving import collect, kinds_of, patience_of
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
-from lightning_sparse.engine.averager import BROKEN_OFF
+from lightning_sparse.engine.averager import BROKEN_OFF, Averager
 from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange.agreement import gather_objects, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
@@ -188,26 +188,20 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
                 put_in_place(path)  # if the node has its own disk
 
     @override
-    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        if self.state is None:
-            return None
+    def _content(self, averager: Averager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         optimizers = self._own_optimizers(checkpoint)
-        if self._why_not is None and kinds_of(self.state, self.worker_state):
-            self._why_not = self._why_broken()
-        why_not, self._why_not = self._why_not, None
+        why_not = self._why_broken() if kinds_of(averager, self.worker_state) else None
+        if why_not is not None:
+            warn_of_incomplete(averager.kind, why_not)
         folder = path if self._save_distributed_checkpoint else None
-        workers, kept = self.state.workers, self.worker_state
-        return collect(self.state, workers, kept, why_not=why_not, folder=folder, optimizers=optimizers)
+        workers, kept = averager.workers, self.worker_state
+        return collect(averager, workers, kept, why_not=why_not, folder=folder, optimizers=optimizers)
 
     def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return states of optimizers that differ between replicas, by index."""
         return {}
 
     def _why_broken(self) -> str | None:
-        """Warn and return the reason if tensors of replicas cannot be saved. Collective."""
+        """Return the reason if tensors of replicas cannot be saved, else None. Collective."""
         assert self.state is not None
-        if not any(gather_objects(self.state.is_exchanging)):
-            return None
-        if self.is_global_zero:
-            warn_of_incomplete(self.state.kind, BROKEN_OFF)
-        return BROKEN_OFF
+        return BROKEN_OFF if any(gather_objects(self.state.is_exchanging)) else None

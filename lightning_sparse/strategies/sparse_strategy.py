@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, WorkerState
 from lightning_sparse.checkpointing.restoring import restore
+from lightning_sparse.checkpointing.saving import content_of_launcher
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
 from lightning_sparse.engine.snapshot import sealed
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier, require_word
 from lightning_sparse.strategies.advice import Advice, exchanges_of
@@ -53,8 +54,6 @@ class SparseStrategy(TakesOptions):
 
     state: Any
     _progress_at_start: object
-    _why_not: str | None = None
-    """The reason why a checkpoint that is being written lacks tensors of workers."""
     _options: ExchangeOptions
     _is_sharded: ClassVar[bool] = False
     """Whether replicas are sharded. Only checkpoints of sharded replicas may be folders."""
@@ -183,18 +182,34 @@ class SparseStrategy(TakesOptions):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         # A checkpoint with only weights has no state for a resume.
-        if "optimizer_states" in checkpoint and (content := self._content(checkpoint, Path(filepath))) is not None:
-            checkpoint[KEY] = sealed(content)
+        if "optimizer_states" in checkpoint:
+            if self.state is None:
+                kind = "drifts" if isinstance(self._options, DriftOptions) else "gradients"
+                content = content_of_launcher(self, kind)
+            else:
+                content = self._content(self.state, checkpoint, Path(filepath))
+            if content is not None:
+                checkpoint[KEY] = sealed(content)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @abstractmethod
-    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    def _content(self, averager: Any, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         """Return the content of a checkpoint, complete on rank 0. Collective: Lightning calls every rank.
 
         Args:
+            averager: ``state``.
             checkpoint: Lightning's checkpoint.
             path: the file, or the folder to which all ranks write.
         """
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # After the model's set-up. Sharded replicas restore in load_checkpoint.
+        extra = self._restore(checkpoint)
+        states = extra.get("optimizer_states", checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded
+            self.precision_plugin.load_state_dict(extra["precision_state"])
 
     def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
         """Restore the averagers from a checkpoint; return this rank's extra content. Collective."""

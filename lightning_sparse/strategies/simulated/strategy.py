@@ -248,17 +248,11 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     # Checkpoints, and the end.
 
     @override
-    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any] | None:
-        if self.workers is None:
-            return None
+    def _content(self, averager: SimulatedWorker, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+        assert self.workers is not None
         workers = self.workers.each
         contents = self.workers.run(lambda rank: collect(workers[rank], workers[rank].workers, self.worker_state))
         return contents[0]  # type: ignore[no-any-return]
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self._restore(checkpoint)
 
     @override
     def teardown(self) -> None:
