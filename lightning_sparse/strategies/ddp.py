@@ -17,9 +17,6 @@ from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.options import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
-_LIGHTNING_STARTS_STATIC_GRAPHS = "post_backward" in vars(DDPStrategy)
-"""Since Lightning 2.6 (pull request 21251). Earlier versions exchange nothing for a static graph in manual mode."""
-
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """DDP in which workers send selected coordinates and keep the rest for later.
@@ -96,17 +93,14 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)  # exchanges the first buckets of a static graph
-        if not (_LIGHTNING_STARTS_STATIC_GRAPHS or self._module.automatic_optimization):
-            self._start_static_graph()
+        # Before Lightning 2.6 (pull request 21251), they stay local in manual optimization.
+        if not (self._pl_static_graph_delay_done or self._module.automatic_optimization):
+            model: Any = self.model
+            if model.static_graph:
+                model.reducer._delay_all_reduce()
+            self._pl_static_graph_delay_done = True
         if self.state is not None:
             self.state.pending_gradients.backward_has_ended()
-
-    def _start_static_graph(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        if self.model.static_graph and not self._pl_static_graph_delay_done:
-            reducer: Any = self.model.reducer
-            reducer._delay_all_reduce()
-            self._pl_static_graph_delay_done = True
 
     @override
     def teardown(self) -> None:
