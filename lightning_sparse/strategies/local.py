@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -23,7 +22,8 @@ from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.options import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
-_OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")  # the first from Lightning 2.6 on
+_OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")
+"""Names, because Lightning has the first only from 2.6 on."""
 _IN_A_STEP = ("training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
 """Lightning's hooks during which a backward may still need the weights of its forward."""
 
@@ -75,9 +75,9 @@ class LocalTraining(SparseStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._return_weights()  # a checkpoint may contain other weights
-        kinds = tuple(kind for name in _OWN_WEIGHTS if (kind := getattr(callbacks, name, None)) is not None)
         trainer: Any = self._module.trainer
-        found = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kinds)]
+        kinds = [type(callback) for callback in trainer.callbacks]
+        found = [kind.__name__ for kind in kinds if any(base.__name__ in _OWN_WEIGHTS for base in kind.__mro__)]
         if found:
             rank_zero_warn(
                 f"lightning_sparse: the state of {', '.join(found)} depends on each worker's own weights, but "
