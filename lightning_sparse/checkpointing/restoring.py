@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, UNSENT, own_content, say_incomplete
-from lightning_sparse.checkpointing.saving import mean_of_workers
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
 from lightning_sparse.engine.snapshot import DamagedStateError, Snapshot, Tensors, unsent_norm, warn_of_forgotten
@@ -161,10 +160,12 @@ def _own(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
     own, unsent = str(averager.workers.rank), UNSENT[averager.kind]
     is_own = is_same and source.num_workers == averager.workers.num_workers
     workers = [own] if is_own else [str(worker) for worker in range(source.num_workers)]
-    parts = [_parts(source, worker, unsent, averager) for worker in workers]
-    if not parts:
-        return {}
-    return {unsent: mean_of_workers(parts), "weights": _parts(source, own, "weights", averager) if is_same else {}}
+    of_workers = [_parts(source, worker, unsent, averager) for worker in workers]
+    mean = {
+        name: torch.stack([parts[name] for parts in of_workers]).double().mean(0).to(part.dtype)
+        for name, part in (of_workers[0] if of_workers else {}).items()
+    }
+    return {unsent: mean, "weights": _parts(source, own, "weights", averager) if is_same else {}}
 
 
 def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> dict[str, Tensor]:

@@ -95,8 +95,7 @@ def together(
             why_not = f"{action} failed: {str(error).splitlines()[0]}"
         finally:
             barrier.is_saving = False
-    if averager.workers.rank == 0:
-        warn_of_incomplete(averager.kind, why_not)
+    warn_of_incomplete(averager.kind, why_not)
     return None, why_not
 
 
@@ -255,16 +254,4 @@ def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str,
         workers.all_reduce(total).wait()
         if workers.rank == 0:
             means[key] = total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True)
-    return means
-
-
-def mean_of_workers(of_workers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of each tensor; a missing tensor counts as zero."""
-    if len(of_workers) == 1:
-        return of_workers[0]
-    names = dict.fromkeys(name for tensors in of_workers for name in tensors)
-    means = {}
-    for name in names:
-        values = torch.stack([tensors[name] for tensors in of_workers if name in tensors])
-        means[name] = (values.double().sum(0) / len(of_workers)).to(values.dtype)
     return means

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.checkpointing.saving import is_in_trouble, mean_of_workers, patience_of
+from lightning_sparse.checkpointing.saving import is_in_trouble, patience_of
 from lightning_sparse.engine.snapshot import DamagedStateError, require_seal, sealed
 from tests.integration.test_damaged_checkpoints import damaged
 
@@ -80,9 +80,3 @@ def test_a_handled_exception_counts_as_trouble():
         assert is_in_trouble()
         assert patience_of(None) == 15
     assert not is_in_trouble()
-
-
-def test_a_missing_tensor_counts_as_zero_in_the_mean():
-    one_and_two, two = {"a": torch.full((2,), 1.0), "b": torch.full((1,), 3.0)}, {"b": torch.full((1,), 4.0)}
-    mean = mean_of_workers([one_and_two, two])
-    assert {name: tensor.tolist() for name, tensor in mean.items()} == {"a": [0.5, 0.5], "b": [3.5]}
