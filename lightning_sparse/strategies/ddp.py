@@ -36,7 +36,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """
 
     state: SparseState | None
-    _takes: ClassVar[tuple[type, ...]] = (GradientOptions,)
+    _takes: ClassVar[type] = GradientOptions
     _options: GradientOptions
     _lightning_arguments = ddp_arguments
 

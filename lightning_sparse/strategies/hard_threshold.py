@@ -22,7 +22,7 @@ class ByThreshold(SparseStrategy):
         TypeError: an argument is unknown.
     """
 
-    _takes: ClassVar[tuple[type, ...]] = (HardThreshold,)
+    _takes: ClassVar[type] = HardThreshold
     _default_density: float | None = None
 
     def __init__(self, *, threshold: float | None = None, density: float | None = None, **kwargs: Any) -> None:

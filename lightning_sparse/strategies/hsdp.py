@@ -36,7 +36,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     """
 
     state: ShardExchange | None
-    _takes: ClassVar[tuple[type, ...]] = (ExchangeOptions,)
+    _takes: ClassVar[type] = ExchangeOptions
     _options: ExchangeOptions
     _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"

@@ -32,7 +32,7 @@ class LocalTraining(SparseStrategy):
     """Uses the mean of all workers' weights in validation and after ``fit``."""
 
     state: SparseModelAverager | None
-    _takes: ClassVar[tuple[type, ...]] = (DriftOptions,)
+    _takes: ClassVar[type] = DriftOptions
     _options: DriftOptions
     _call_each_step = "step() after"
     _why_not: str | None = None

@@ -32,16 +32,15 @@ _REPLACED_ARGUMENTS = {
 
 _DDP_STRATEGY = dict(inspect.signature(DDPStrategy).parameters)
 _DDP = dict(inspect.signature(DistributedDataParallel).parameters)
-_MODEL_PARALLEL = dict(inspect.signature(ModelParallelStrategy).parameters)
 
 
 class TakesOptions(Strategy):
     """Adds options from ``**kwargs`` to a subclass's signature and docstring."""
 
-    _takes: ClassVar[tuple[type, ...]] = ()
-    """Classes whose parameters the ``__init__`` of the class with this attribute takes as ``**kwargs``."""
+    _takes: ClassVar[type]
+    """The class whose parameters the ``__init__`` of the class with this attribute takes as ``**kwargs``."""
     _leaves_out: ClassVar[frozenset[str]] = frozenset()
-    """Parameters of these classes that are not options of the strategy."""
+    """Parameters of this class that are not options of the strategy."""
     _own_doc: ClassVar[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -50,10 +49,9 @@ class TakesOptions(Strategy):
         if "_takes" in vars(cls):
             init: Any = vars(cls)["__init__"]
             shown = dict(inspect.signature(init).parameters)
-            for options in cls._takes:
-                for name, parameter in inspect.signature(options).parameters.items():
-                    if name not in cls._leaves_out:
-                        shown.setdefault(name, parameter.replace(kind=Parameter.KEYWORD_ONLY))
+            for name, parameter in inspect.signature(cls._takes).parameters.items():
+                if name not in cls._leaves_out:
+                    shown.setdefault(name, parameter.replace(kind=Parameter.KEYWORD_ONLY))
             init.__signature__ = _signature(shown.values())  # jsonargparse looks at the function
         signature = _signature(_parameters(cls))
         cls.__signature__ = signature  # type: ignore[attr-defined]
@@ -89,9 +87,8 @@ def _documentation(cls: type, parameters: Iterable[Parameter]) -> str:
     sections = _sections(vars(cls)["_own_doc"])
     entries: dict[str, str] = {}
     for base in _classes(cls):
-        taken = [source for options in vars(base).get("_takes", ()) for source in reversed(options.__mro__)]
-        own_doc = vars(base).get("_own_doc", "")
-        for doc in (own_doc, *(source.__doc__ for source in taken)):
+        taken, own_doc = vars(base).get("_takes", object), vars(base).get("_own_doc", "")
+        for doc in (own_doc, *(source.__doc__ for source in reversed(taken.__mro__))):
             entries = _entries(doc or "") | entries
         if "Raises:" in (inherited := _sections(own_doc)):
             sections.setdefault("Raises:", inherited["Raises:"])
@@ -162,7 +159,8 @@ def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> d
         raise ValueError(
             f"Got data_parallel_size={size!r}, which follows from replicas and tensor_parallel_size. Set these instead."
         )
-    require_arguments(strategy, arguments, _MODEL_PARALLEL, "Lightning's ModelParallelStrategy")
+    known = inspect.signature(ModelParallelStrategy).parameters
+    require_arguments(strategy, arguments, known, "Lightning's ModelParallelStrategy")
     return {name: value for name, value in arguments.items() if name != "data_parallel_size"}
 
 

@@ -64,7 +64,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     strategy_name = "simulated_workers"
     state: SimulatedWorker | None
-    _takes: ClassVar[tuple[type, ...]] = (GradientOptions,)
+    _takes: ClassVar[type] = GradientOptions
     _leaves_out = frozenset({"error_feedback", "link_gbit_s"})
     _options: GradientOptions
     _turns: Turns
