@@ -11,7 +11,6 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
@@ -40,12 +39,11 @@ class Advice:
 
     Args:
         averager: the averager of the fit; exchanges of a single worker are ignored.
-        options: the options of the exchange.
         is_sharded: whether the strategy is for sharded replicas.
     """
 
-    def __init__(self, averager: Averager, options: ExchangeOptions, *, is_sharded: bool) -> None:
-        self._kind, self._options, self._is_sharded = averager.kind, options, is_sharded
+    def __init__(self, averager: Averager, *, is_sharded: bool) -> None:
+        self._kind, self._forgets, self._is_sharded = averager.kind, averager.forgets, is_sharded
         self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         self._sparsifier = averager.sparsifier
         self._is_watching = False
@@ -150,7 +148,7 @@ class Advice:
     def _report_nothing_sent(self, stats: StepStats) -> None:
         grown = stats.squared_error - self._silent_since
         has_grown = grown > 1e-6 * stats.squared_error
-        if not isinstance(self._sparsifier, HardThreshold) or (self._options.keeps_rest and not has_grown):
+        if not isinstance(self._sparsifier, HardThreshold) or not (self._forgets or has_grown):
             if self._kind == "drifts":
                 return  # weights do not change with a learning rate of 0
             cause = "gradients are zero. Check that the loss depends on the weights."

@@ -14,7 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import warn_of_incomplete
+from lightning_sparse.checkpointing.content import KEY, warn_of_incomplete
+from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.saving import collect, kinds_of, patience_of
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.engine.averager import BROKEN_OFF, Averager
@@ -134,7 +135,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
             if self.state is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
                 path = Path(self.broadcast(checkpoint_path))
-                self._restore(checkpoint, path=path, module=self.model, optimizers=self.optimizers)
+                content = checkpoint.get(KEY)
+                restore(self.averagers, content, path=path, module=self.model, optimizers=self.optimizers)
         return checkpoint
 
     @override

@@ -88,7 +88,7 @@ class SparseStrategy(TakesOptions):
         self.state, self.averagers = state, [state]
         self.step_log = StepLog()
         state.subscribe(self.step_log.add)
-        self._advice = Advice(state, self._options, is_sharded=self._is_sharded)
+        self._advice = Advice(state, is_sharded=self._is_sharded)
 
     # Steps.
 
@@ -129,8 +129,11 @@ class SparseStrategy(TakesOptions):
         super().on_train_batch_start(batch, batch_idx)
         trainer = self._module.trainer
         self.step_log.begin_batch(trainer)
-        for averager in self.averagers:
-            tell_epoch(averager, trainer.current_epoch, self.optimizers)
+        if self.state.epoch != trainer.current_epoch:
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            rates = [group["lr"] for group in groups if group.get("lr") is not None]  # Adafactor computes its own rate
+            for averager in self.averagers:
+                averager.begin_epoch(trainer.current_epoch, rates)
         self._batches += 1
         accumulated = getattr(trainer, "accumulate_grad_batches", 1)
         if self._batches == max(MOST_BATCHES, 2 * accumulated) + 1:
@@ -205,20 +208,8 @@ class SparseStrategy(TakesOptions):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # After the model's set-up. Sharded replicas restore in load_checkpoint.
-        extra = self._restore(checkpoint)
+        extra = restore(self.averagers, checkpoint.get(KEY))
         states = extra.get("optimizer_states", checkpoint["optimizer_states"])
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded
             self.precision_plugin.load_state_dict(extra["precision_state"])
-
-    def _restore(self, checkpoint: Mapping[str, Any], **places: Any) -> dict[str, Any]:
-        """Restore the averagers from a checkpoint; return this rank's extra content. Collective."""
-        return restore(self.averagers, checkpoint.get(KEY), **places)
-
-
-def tell_epoch(averager: Averager, epoch: int, optimizers: Sequence[Optimizer]) -> None:
-    """Begin an epoch in an averager unless it has already begun."""
-    if averager.epoch != epoch:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        # Adafactor computes its own rate.
-        averager.begin_epoch(epoch, [float(group["lr"]) for group in groups if group.get("lr") is not None])

@@ -22,6 +22,7 @@ from lightning_sparse import (
     SimulatedWorkersStrategy,
 )
 from lightning_sparse.checkpointing.content import KEY
+from lightning_sparse.checkpointing.restoring import restore
 from tests.integration.hsdp_models import Sharded
 from tests.integration.hsdp_models import data as shard_data
 from tests.integration.models import Classifier, adam, data, quiet_trainer
@@ -116,7 +117,7 @@ class DamagedLoader(Callback):
         strategy: Any = trainer.strategy
         if "HSDP" in type(strategy).__name__:
             with strategy._nothing_counts():
-                strategy._restore(checkpoint, path=Path(self.path))
+                restore(strategy.averagers, checkpoint[KEY], path=Path(self.path))
         else:
             strategy.load_optimizer_state_dict(checkpoint)
 

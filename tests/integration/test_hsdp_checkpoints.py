@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from lightning_sparse import Accordion, SparseHSDPStrategy, SparseLocalHSDPStrategy
+from lightning_sparse.checkpointing.content import KEY
+from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
 from tests.integration.hsdp_models import (
     DRIFTS,
@@ -305,7 +307,8 @@ class ResidualRestorer(Callback):
         meta = f"{self.path}/meta.pt" if os.path.isdir(self.path) else self.path
         self.messages: list[str] = []
         with warnings_of(self.messages):
-            trainer.strategy._restore(torch.load(meta, weights_only=True), path=Path(self.path))
+            content = torch.load(meta, weights_only=True)[KEY]
+            restore(trainer.strategy.averagers, content, path=Path(self.path))
         self.residuals = held(trainer.strategy)["own"]["residual"]
 
 

@@ -1,7 +1,6 @@
 """Precisions, options and logs of the strategy; ``tests/integration/programs`` has the modes of a Trainer."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,13 @@ from lightning_sparse import (
     LocalHardThresholdStrategy,
     SparseDDPStrategy,
     SparseLocalStrategy,
+    TopK,
 )
-from lightning_sparse.strategies.sparse_strategy import tell_epoch
 from tests.integration.models import (
     NOTHING_IS_SENT,
     SMALL_BUCKETS_MB,
     Classifier,
+    ManualClassifier,
     Recorder,
     ScaledPrecision,
     adam,
@@ -263,14 +263,29 @@ def test_accordion_is_dense_at_first_and_after_the_learning_rate_falls(kind: str
     assert is_high == [[expected] * 4 for expected in (True, True, False, True, False, False)]
 
 
+class NotesEpochs(TopK):
+    begun: tuple[Any, ...] = ()
+
+    def begin_epoch(self, *arguments: Any) -> None:
+        self.begun += (arguments,)
+
+
+class NeverSteps(ManualClassifier):
+    """Has two optimizers; a group of the second has no learning rate."""
+
+    def configure_optimizers(self) -> Any:
+        first, second, *others = self.parameters()
+        of_tensor = torch.optim.SGD([first], torch.tensor(0.5))
+        without = torch.optim.SGD([{"params": [second], "lr": 2}, {"params": others}])
+        del without.param_groups[1]["lr"]
+        return of_tensor, without
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@on_workers(2, process_group=False)
 def test_begin_epoch_gets_the_rates_of_all_groups_of_all_optimizers() -> None:
-    begun: list[Any] = []
-    holder = SimpleNamespace(epoch=None, begin_epoch=lambda *arguments: begun.append(arguments))
-    optimizers = [
-        SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": torch.tensor(0.5)}]),
-        SimpleNamespace(param_groups=[{"lr": 2}, {"step_size": 0.3}]),
-    ]
-    tell_epoch(holder, 4, optimizers)  # type: ignore[arg-type]
-    holder.epoch = 4
-    tell_epoch(holder, 4, optimizers)  # type: ignore[arg-type]
-    assert begun == [(4, [0.1, 0.5, 2.0])]
+    trainer = quiet_trainer(SparseDDPStrategy(NotesEpochs()), max_steps=-1, max_epochs=2)
+    trainer.fit(NeverSteps(), data())
+    assert trainer.strategy.state.sparsifier.begun == ((0, [0.5, 2.0]), (1, [0.5, 2.0]))

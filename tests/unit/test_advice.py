@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightning_sparse import HardThreshold, Sparsifier, StepStats
-from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.engine.step_stats import LayerStats
 from lightning_sparse.sparsifiers.hard_threshold import Dense
 from lightning_sparse.strategies import advice as advice_module
@@ -170,13 +169,13 @@ def listen(situation: Situation) -> list[str]:
         workers=SimpleNamespace(num_workers=situation.workers),
         num_elements=situation.trained,
         kind=situation.kind,
+        forgets=not situation.keeps_rest,
         subscribe=subscribers.append,
     )
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     warned: list[str] = []
     with messages_of(messages), warnings_of(warned):
-        options = GradientOptions("gradient" if situation.keeps_rest else "none")
-        advice = Advice(holder, options, is_sharded=situation.is_sharded)
+        advice = Advice(holder, is_sharded=situation.is_sharded)
         for planned, steps in ((None, situation.searched), (situation.planned, situation.steps)):
             advice.begin([optimizer], planned)
             for number, exchange in enumerate(steps):
