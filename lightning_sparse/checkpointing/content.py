@@ -79,13 +79,7 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
     return None
 
 
-def say_incomplete(kind: str, why: str) -> None:
-    """Warn that a checkpoint of the right kind contains no tensors of workers."""
+def warn_of_incomplete(kind: str, why: str) -> None:
+    """Warn that a checkpoint, of the right kind, is written or was read without tensors of workers."""
     missing, consequence = INCOMPLETE[kind]
     rank_zero_warn(f"lightning_sparse: the checkpoint holds no {missing} ({why}). {consequence}")
-
-
-def warn_of_incomplete(kind: str, why: str) -> None:
-    """Warn that a checkpoint is written without tensors of workers."""
-    missing, consequence = INCOMPLETE[kind]
-    rank_zero_warn(f"lightning_sparse: the checkpoint is written without {missing}: {why}. {consequence}")

@@ -10,7 +10,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, UNSENT, own_content, say_incomplete
+from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, UNSENT, own_content, warn_of_incomplete
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
 from lightning_sparse.engine.snapshot import DamagedStateError, Snapshot, Tensors, unsent_norm, warn_of_forgotten
@@ -53,7 +53,7 @@ def restore(
     if saved is None:
         return {}
     if saved["numbers"] is None:
-        say_incomplete(first.kind, saved["why_incomplete"])
+        warn_of_incomplete(first.kind, saved["why_incomplete"])
         return {}
     is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _opened(saved, path, first.kind)
@@ -128,10 +128,10 @@ def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Map
         if path is not None:
             with suppress(FileNotFoundError, NotADirectoryError):  # a file consolidated from a folder has no folder
                 return saved, SavedTensors(saved, path / FOLDER)
-        say_incomplete(kind, f"its folder {FOLDER} is missing")
+        warn_of_incomplete(kind, f"its folder {FOLDER} is missing")
         saved = {**saved, "shared": {}, "workers": [], "extras": []}
     elif kind == "gradients" and not saved["workers"] and saved["numbers"]["last_step"] is not None:
-        say_incomplete(kind, saved["why_incomplete"] or "worker_state='small'")
+        warn_of_incomplete(kind, saved["why_incomplete"] or "worker_state='small'")
     return saved, SavedTensors(saved)
 
 

@@ -218,8 +218,7 @@ class Judge:
             file = self.read(path, outcome.problems)
             if file is not None:
                 outcome.files.append(file)
-                words = f"written without {'drifts' if self.case.is_local else 'residuals'}"
-                is_warned = words in (folder / "output of 0").read_text()
+                is_warned = f"holds no {self.lacking}" in (folder / "output of 0").read_text()
                 if self.case.is_sparse and file.holds not in ("residuals", "nothing yet") and not is_warned:
                     outcome.problems.append(f"{file.name}: no warning")
         if outcome.exit_codes == [0] * self.case.num_workers:
