@@ -15,8 +15,6 @@ from traceback import walk_stack
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
 from lightning_sparse.checkpointing.content import (
@@ -161,8 +159,10 @@ def collect(
         extra: further plain values of this rank.
         optimizers: this rank's optimizer states by their place, of distributed tensors.
     """
-    replica = averager.replica
-    content = _empty_content(averager.kind, workers.num_workers, replica.num_workers, why_not)
+    replica, num_workers = averager.replica, workers.num_workers
+    content: dict[str, Any] = {"kind": averager.kind, "version": VERSION, "why_incomplete": why_not}
+    content |= {"world_size": num_workers, "ranks": replica.num_workers, "unsent_norm": None, "numbers": None}
+    content |= {"histories": [], "shared": {}, "workers": [], "extras": [], "files": {}}
     if why_not is not None and averager.kind == "drifts":
         return content
     kinds = kinds_of(averager, worker_state) if why_not is None else ()
@@ -177,7 +177,7 @@ def collect(
     if workers.rank == 0:
         of_ranks = replica.gather_objects_to_first(of_workers)
         norms = [norm for of_workers in of_ranks for norm, _ in of_workers]
-        content["unsent_norm"] = hypot(*norms) / sqrt(workers.num_workers) or None
+        content["unsent_norm"] = hypot(*norms) / sqrt(num_workers) or None
         content["extras"] = [[extras for _, extras in of_workers] for of_workers in of_ranks]
     shared, own = _laid_out(averager, snapshot.shared), _laid_out(averager, kept)
     own |= {OPTIMIZERS: optimizers} if optimizers else {}
@@ -192,26 +192,6 @@ def collect(
         elif own:
             content["workers"] = _gathered(own, workers, replica)
     return content
-
-
-def content_of_launcher(strategy: Any, kind: str) -> dict[str, Any] | None:
-    """Return the content of a file that the launcher of the workers saves, such as a notebook's.
-
-    Lightning brings that process weights, metrics and the best checkpoint's path, but neither optimizers nor the number
-    of steps. None in other processes.
-    """
-    if dist.is_initialized() or not isinstance(strategy.launcher, _MultiProcessingLauncher):
-        return None
-    why = "it is saved by a process that was no worker, and their optimizers and number of steps are not in it either"
-    warn_of_incomplete(kind, why)
-    return _empty_content(kind, strategy.world_size, 1, why)
-
-
-def _empty_content(kind: str, world_size: int, ranks: int, why_incomplete: str | None) -> dict[str, Any]:
-    """Return all fields but the seal, without any state."""
-    content: dict[str, Any] = {"kind": kind, "version": VERSION, "world_size": world_size, "ranks": ranks}
-    content |= {"unsent_norm": None, "numbers": None, "histories": [], "shared": {}, "workers": [], "extras": []}
-    return content | {"files": {}, "why_incomplete": why_incomplete}
 
 
 def _laid_out(averager: Averager, tensors: Tensors) -> dict[str, Any]:

@@ -6,16 +6,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import KEY, WorkerState
+from lightning_sparse.checkpointing.content import KEY, WorkerState, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import content_of_launcher
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
@@ -185,14 +186,13 @@ class SparseStrategy(TakesOptions):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         # A checkpoint with only weights has no state for a resume.
-        if "optimizer_states" in checkpoint:
-            if self.state is None:
-                kind = "drifts" if isinstance(self._options, DriftOptions) else "gradients"
-                content = content_of_launcher(self, kind)
-            else:
-                content = self._content(self.state, checkpoint, Path(filepath))
-            if content is not None:
-                checkpoint[KEY] = sealed(content)
+        has_state = "optimizer_states" in checkpoint
+        if has_state and self.state is not None:
+            checkpoint[KEY] = sealed(self._content(self.state, checkpoint, Path(filepath)))
+        elif has_state and isinstance(self._launcher, _MultiProcessingLauncher) and not dist.is_initialized():
+            # Lightning brings the process that started the workers weights and metrics, but no optimizer states.
+            why = "it is saved by a process that was no worker, and optimizers and number of steps are not in it either"
+            warn_of_incomplete("drifts" if isinstance(self._options, DriftOptions) else "gradients", why)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @abstractmethod
