@@ -5,7 +5,7 @@ A worker that raised an exception or got a signal may be alone, so workers first
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
@@ -204,10 +204,13 @@ def _laid_out(averager: Averager, tensors: Tensors) -> dict[str, Any]:
 
 
 def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers) -> list[dict[str, Any]]:
-    """Return every worker's whole tensors on rank 0; an empty list elsewhere."""
+    """Return every worker's whole tensors on rank 0, and an empty list elsewhere."""
     of_workers: list[dict[str, Any]] = [{} for _ in range(workers.num_workers)]
-    for chunk in _chunks(own):
-        full = whole(chunk)
+    entries = [((kind, name), entry) for kind, of_kind in own.items() for name, entry in of_kind.items()]
+    ends = accumulate(getattr(entry, "nbytes", CHUNK_BYTES) for _, entry in entries)
+    # Workers with equal parameters have equal chunks.
+    for _, chunk in groupby(zip(ends, entries, strict=True), lambda placed: placed[0] // CHUNK_BYTES):
+        full = whole(dict(entry for _, entry in chunk))
         parts = workers.gather_objects_to_first(copied(full)) if replica.rank == 0 else []
         for of_worker, entries in zip(of_workers, parts, strict=False):
             for (kind, name), entry in entries.items():
@@ -215,23 +218,12 @@ def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers) -> lis
     return of_workers if workers.rank == replica.rank == 0 else []
 
 
-def _chunks(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[tuple[str, str], Any]]:
-    """Yield chunks of entries by kind and name, equal on workers with equal parameters."""
-    entries = [((kind, name), entry) for kind, of_kind in tree.items() for name, entry in of_kind.items()]
-    ends = accumulate(getattr(entry, "nbytes", CHUNK_BYTES) for _, entry in entries)
-    for _, chunk in groupby(zip(ends, entries, strict=True), lambda placed: placed[0] // CHUNK_BYTES):
-        yield dict(entry for _, entry in chunk)
-
-
 def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:
     """Return the workers' flat mean of each tensor on the CPU of rank 0. Collective."""
-    # One tensor for all sums, because messages keep their memory for a while.
-    largest = max(tensors.values(), key=Tensor.numel)
-    room = torch.empty(largest.numel(), dtype=torch.float64, device=largest.device)
     means = {}
     for key, tensor in tensors.items():
-        total = room[: tensor.numel()].copy_(tensor.flatten())
-        workers.all_reduce(total).wait()
+        mean = tensor.flatten().to(torch.float64, copy=True)
+        workers.average([mean])
         if workers.rank == 0:
-            means[key] = total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True)
+            means[key] = mean.to("cpu", tensor.dtype)
     return means
