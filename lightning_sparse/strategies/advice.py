@@ -60,7 +60,7 @@ class Advice:
         # A discarded run may precede training, and its numbers do not count.
         self._is_watching = num_exchanges is not None
         self._calibrating = self._steps = self._silent = 0
-        self._was_silent, self._silent_since = False, 0.0
+        self._silent_since = 0.0
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
         if num_exchanges is None:
@@ -120,9 +120,8 @@ class Advice:
         if self._silent == 1:
             self._silent_since = stats.squared_error
         if self._silent == ENOUGH_STEPS:
-            self._was_silent = True
             self._report_nothing_sent(stats)
-        elif self._steps >= ENOUGH_STEPS and not self._silent and not self._was_silent:
+        elif self._steps >= ENOUGH_STEPS:
             self._report_dense()
 
     def end(self) -> None:
