@@ -156,7 +156,7 @@ def collect(
         worker_state: whether the content holds every worker's state, or only as much as one worker has.
         why_not: why the content has no tensors of workers; None to save them.
         folder: the checkpoint's folder, if all ranks write tensors there; None gathers them into one file.
-        extra: further plain values of this rank.
+        extra: further plain values of this rank, which only the state of every worker contains.
         optimizers: this rank's optimizer states by their place, of distributed tensors.
     """
     replica, num_workers = averager.replica, workers.num_workers
@@ -172,7 +172,7 @@ def collect(
         return content
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
     norm = unsent_norm(kept.get(UNSENT[averager.kind], {}))
-    extras = {**(snapshot.extra if "weights" in kinds else {}), **(extra or {})}
+    extras = {**snapshot.extra, **(extra or {})} if worker_state == "full" else {}
     of_workers = workers.gather_objects_to_first((norm, copied(extras)))
     if workers.rank == 0:
         of_ranks = replica.gather_objects_to_first(of_workers)

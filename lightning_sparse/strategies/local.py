@@ -193,10 +193,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def _content(self, averager: SparseModelAverager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-        extra = {}
-        if self.worker_state == "full":
-            kept = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
-            extra = {name: checkpoint[key] for name, key in kept.items() if key in checkpoint}
+        kept = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
+        extra = {name: checkpoint[key] for name, key in kept.items() if key in checkpoint}
         return collect_together(
             averager,
             self.worker_state,

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import collect, kinds_of, patience_of
+from lightning_sparse.checkpointing.saving import collect, patience_of
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
 from lightning_sparse.engine.averager import BROKEN_OFF, Averager
 from lightning_sparse.engine.sharding import reshard
@@ -192,7 +192,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def _content(self, averager: Averager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         optimizers = self._own_optimizers(checkpoint)
-        why_not = self._why_broken() if kinds_of(averager, self.worker_state) else None
+        why_not = self._why_broken()
         if why_not is not None:
             warn_of_incomplete(averager.kind, why_not)
         folder = path if self._save_distributed_checkpoint else None

@@ -32,9 +32,6 @@ class StepLog:
         self._shown: set[str] = set()  # keys of entries for the next row
         self._row: int | None = None
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
     def add(self, step: StepStats) -> None:
         """Add the statistics of an exchange."""
         self._steps.append(step)
