@@ -113,9 +113,8 @@ class SavedTensors:
 
 
 def _filled(target: Any, saved: Any) -> Any:
-    if isinstance(target, Tensor):
-        if isinstance(saved, Tensor):
-            local(target).copy_(own_part(target, saved).view(local(target).shape))
+    if isinstance(target, Tensor) and isinstance(saved, Tensor):
+        local(target).copy_(own_part(target, saved).view(local(target).shape))
         return target
     if isinstance(target, Mapping) and isinstance(saved, Mapping):
         return {name: _filled(entry, saved[name]) if name in saved else entry for name, entry in target.items()}

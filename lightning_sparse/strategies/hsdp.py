@@ -11,12 +11,13 @@ from typing_extensions import override
 
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import Arguments, weak_method
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.local import LocalTraining
-from lightning_sparse.strategies.replica_strategy import ReplicaStrategy, stateless_as_before
+from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
 
 
 class SparseHSDPStrategy(ReplicaStrategy):
@@ -98,18 +99,16 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
-        why_not = self._why_broken()
+        why_not = self._why_broken(averager)
         return (averager.shared.mean(averager.workers) if why_not is None else None), why_not
 
     @override
-    def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        assert self.state is not None
+    def _own_optimizers(self, averager: Averager, checkpoint: dict[str, Any]) -> dict[str, Any]:
         assert self.model is not None
         states = {}
-        if self.worker_state == "full":
-            with self._nothing_counts(), stateless_as_before(self.optimizers):
-                for at, optimizer in enumerate(self.optimizers):
-                    states[str(at)] = get_optimizer_state_dict(self.model, optimizer)
-        if self.state.workers.rank != 0 and self._save_distributed_checkpoint:
+        for at, optimizer in enumerate(self.optimizers if self.worker_state == "full" else []):
+            if optimizer.state:  # else torch would create it, by a step
+                states[str(at)] = get_optimizer_state_dict(self.model, optimizer)
+        if averager.workers.rank != 0 and self._save_distributed_checkpoint:
             checkpoint["optimizer_states"] = []  # rank 0's replica writes the states that any strategy reads
         return states

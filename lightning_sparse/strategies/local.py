@@ -176,18 +176,17 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
-        return together(averager, self._timeout, self._obstacles(), averager.shared.mean, "averaging weights")
+        return together(averager, self._timeout, self._obstacles(averager), averager.shared.mean, "averaging weights")
 
-    def _obstacles(self) -> list[str]:
+    def _obstacles(self, averager: SparseModelAverager) -> list[str]:
         """Return reasons why drifts cannot be saved now, in equal words on all workers."""
-        assert self.state is not None
         hook = self._module._current_fx_name
         another_may_follow = hook == "on_after_backward" and not self._module.automatic_optimization
         needs_weights = hook in _IN_A_STEP or another_may_follow
         obstacles = {
-            "the shared weights were changed": self.state.shared.was_written_to,
+            "the shared weights were changed": averager.shared.was_written_to,
             # Received values would change weights that a backward needs.
-            "an exchange has not ended": bool(self.state.exchange.flight) and (is_in_trouble() or needs_weights),
+            "an exchange has not ended": bool(averager.exchange.flight) and (is_in_trouble() or needs_weights),
         }
         return [why for why, is_so in obstacles.items() if is_so]
 
@@ -199,7 +198,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
             averager,
             self.worker_state,
             self._timeout,
-            obstacles=self._obstacles(),
+            obstacles=self._obstacles(averager),
             why_not=self._why_not,
             extra=extra,
         )

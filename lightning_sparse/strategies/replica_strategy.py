@@ -1,8 +1,6 @@
 """The base class of strategies with sharded replicas."""
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -27,17 +25,6 @@ from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_count
 from lightning_sparse.strategies.options import model_parallel_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
-
-
-@contextmanager
-def stateless_as_before(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Remove optimizer states that torch creates, by a step with lr 0, to read states."""
-    stateless = [optimizer for optimizer in optimizers if not optimizer.state]
-    try:
-        yield
-    finally:
-        for optimizer in stateless:
-            optimizer.state.clear()
 
 
 class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
@@ -125,8 +112,12 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         unwrapped = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        with self._nothing_counts(), stateless_as_before([unwrapped]):
-            return super().optimizer_state(optimizer)
+        is_stateless = not unwrapped.state
+        with self._nothing_counts():
+            state = super().optimizer_state(optimizer)
+        if is_stateless:
+            unwrapped.state.clear()  # torch has created it, by a step with lr 0
+        return state
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
@@ -191,19 +182,18 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
 
     @override
     def _content(self, averager: Averager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-        optimizers = self._own_optimizers(checkpoint)
-        why_not = self._why_broken()
+        optimizers = self._own_optimizers(averager, checkpoint)
+        why_not = self._why_broken(averager)
         if why_not is not None:
             warn_of_incomplete(averager.kind, why_not)
         folder = path if self._save_distributed_checkpoint else None
         workers, kept = averager.workers, self.worker_state
         return collect(averager, workers, kept, why_not=why_not, folder=folder, optimizers=optimizers)
 
-    def _own_optimizers(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def _own_optimizers(self, averager: Averager, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return states of optimizers that differ between replicas, by index."""
         return {}
 
-    def _why_broken(self) -> str | None:
+    def _why_broken(self, averager: Averager) -> str | None:
         """Return the reason if tensors of replicas cannot be saved, else None. Collective."""
-        assert self.state is not None
-        return BROKEN_OFF if any(gather_objects(self.state.is_exchanging)) else None
+        return BROKEN_OFF if any(gather_objects(averager.is_exchanging)) else None
