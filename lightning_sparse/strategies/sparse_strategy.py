@@ -54,7 +54,6 @@ class SparseStrategy(TakesOptions):
     """
 
     state: Any
-    _progress_at_start: object
     _options: ExchangeOptions
     _is_sharded: ClassVar[bool] = False
     """Whether replicas are sharded. Only checkpoints of sharded replicas may be folders."""

@@ -54,11 +54,8 @@ class StepLog:
 
     def write(self, module: LightningModule | None, averager: Averager) -> None:
         """Log statistics since the last step and the averager's metrics if Lightning allows it."""
-        if not (self._steps or self._lost) or module is None:
-            return
-        if module.trainer.barebones:
-            self._steps.clear()  # Lightning would warn about a call that is not the user's
-            return
+        if not (self._steps or self._lost) or module is None or module.trainer.barebones:
+            return  # with barebones=True, Lightning would warn about a call that is not the user's
         hook = module._current_fx_name
         allowed = _FxValidator.functions.get(hook or "")
         if allowed is None:
