@@ -22,8 +22,6 @@ from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.options import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
-_OWN_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")
-"""Names, because Lightning has the first only from 2.6 on."""
 _IN_A_STEP = ("training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
 """Lightning's hooks during which a backward may still need the weights of its forward."""
 
@@ -76,8 +74,9 @@ class LocalTraining(SparseStrategy):
         super().on_train_start()
         self._return_weights()  # a checkpoint may contain other weights
         trainer: Any = self._module.trainer
+        # By a part of their names, because Lightning has WeightAveraging only from 2.6 on.
         kinds = [type(callback) for callback in trainer.callbacks]
-        found = [kind.__name__ for kind in kinds if any(base.__name__ in _OWN_WEIGHTS for base in kind.__mro__)]
+        found = [kind.__name__ for kind in kinds if any("WeightAveraging" in base.__name__ for base in kind.__mro__)]
         if found:
             rank_zero_warn(
                 f"lightning_sparse: the state of {', '.join(found)} depends on each worker's own weights, but "
