@@ -212,18 +212,21 @@ def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers) -> lis
     for _, chunk in groupby(zip(ends, entries, strict=True), lambda placed: placed[0] // CHUNK_BYTES):
         full = whole(dict(entry for _, entry in chunk))
         parts = workers.gather_objects_to_first(copied(full)) if replica.rank == 0 else []
-        for of_worker, entries in zip(of_workers, parts, strict=False):
-            for (kind, name), entry in entries.items():
+        for of_worker, part in zip(of_workers, parts, strict=False):
+            for (kind, name), entry in part.items():
                 of_worker.setdefault(kind, {})[name] = entry.flatten() if isinstance(entry, Tensor) else entry
     return of_workers if workers.rank == replica.rank == 0 else []
 
 
 def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:
     """Return the workers' flat mean of each tensor on the CPU of rank 0. Collective."""
+    # One tensor for all sums: another for each would take memory that messages keep for a while.
+    largest = max(tensors.values(), key=Tensor.numel)
+    room = torch.empty(largest.numel(), dtype=torch.float64, device=largest.device)
     means = {}
     for key, tensor in tensors.items():
-        mean = tensor.flatten().to(torch.float64, copy=True)
-        workers.average([mean])
+        total = room[: tensor.numel()].copy_(tensor.flatten())
+        workers.all_reduce(total).wait()
         if workers.rank == 0:
-            means[key] = mean.to("cpu", tensor.dtype)
+            means[key] = total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True)
     return means

@@ -174,11 +174,10 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         super().save_checkpoint(checkpoint, place, storage_options)
         if self._save_distributed_checkpoint:
             self.barrier()
-            if self.is_global_zero:
-                put_in_place(path)
-            self.barrier()
-            if self.local_rank == 0 and not self.is_global_zero:
-                put_in_place(path)  # if the node has its own disk
+            for node in range(self.num_nodes):  # one after the other, because some may share a disk
+                if self.local_rank == 0 and self.node_rank == node:
+                    put_in_place(path)
+                self.barrier()
 
     @override
     def _content(self, averager: Averager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
