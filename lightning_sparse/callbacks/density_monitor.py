@@ -91,7 +91,8 @@ class DensityMonitor(StepMonitor):
         scalars = {f"sparse/layer_density/{name}": layer.density for name, layer in newest.layers.items()}
         for logger in tensorboard_loggers(trainer):
             values = torch.tensor(list(scalars.values()))
-            logger.experiment.add_histogram("sparse/layer_density", values, logging_step(trainer))
+            # TensorBoard's default bins start at 1e-12; with them a histogram would take several times the bytes.
+            logger.experiment.add_histogram("sparse/layer_density", values, logging_step(trainer), bins=64)
         log_scalars(trainer, scalars, tensorboard=False)
 
     @override
