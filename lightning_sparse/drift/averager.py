@@ -191,6 +191,11 @@ class SparseModelAverager(Averager):
 
     # State.
 
+    def obstacles(self) -> list[str]:
+        """Return reasons why a checkpoint cannot hold this worker's tensors now."""
+        is_pending = bool(self.exchange.flight) and self.shared.is_shown  # an exception ended the fit
+        return super().obstacles() + ["an exchange has not ended"] * is_pending
+
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this worker's state, with frozen tensors only if they have changed.
 

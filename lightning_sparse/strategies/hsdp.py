@@ -41,6 +41,8 @@ class SparseHSDPStrategy(ReplicaStrategy):
     _options: ExchangeOptions
     _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"
+    _awaits_step = False
+    """Whether gradients were exchanged, and the optimizer's step on them has not ended."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(ExchangeOptions, kwargs)
@@ -49,6 +51,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     @override
     def _follow(self, state: Any) -> None:
         super()._follow(state)
+        self._awaits_step = False
         state.observed_steps.on_begin = weak_method(self._before_any_step)
         state.observed_steps.on_step = weak_method(self._after_any_step)
 
@@ -62,10 +65,20 @@ class SparseHSDPStrategy(ReplicaStrategy):
         def backward_and_exchange() -> Any:
             loss = closure()
             assert self.state is not None
+            self._awaits_step = True
             self.state.average_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
             return loss
 
         return backward_and_exchange
+
+    @override
+    def _after_step(self) -> None:
+        self._awaits_step = False
+        super()._after_step()
+
+    @override
+    def _obstacles(self, averager: Averager) -> list[str]:
+        return averager.obstacles() + ["it was saved between an exchange and the optimizer's step"] * self._awaits_step
 
     def _before_any_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         if self._is_stepping:

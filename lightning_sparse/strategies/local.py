@@ -101,7 +101,6 @@ class LocalTraining(SparseStrategy):
         if self.state is not None and self.state.num_steps and shared is not None and not shared.is_shown:
             # An exception ended the fit, perhaps only on this worker. All workers have the same anchor.
             shared.take(shared.anchor())
-            shared.own = {}
         super().teardown()
 
     def _return_weights(self) -> None:

@@ -16,7 +16,7 @@ from lightning_sparse.checkpointing.content import KEY, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.saving import collect, patience_of
 from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
-from lightning_sparse.engine.averager import BROKEN_OFF, Averager
+from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange.agreement import gather_objects, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
@@ -122,6 +122,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
         # The arguments after the path differ between versions of Lightning.
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._module.zero_grad()  # torch initialises no optimizer state, which it then reads, beside old gradients
         with self._nothing_counts():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
             if self.state is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
@@ -195,4 +197,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
 
     def _why_broken(self, averager: Averager) -> str | None:
         """Return the reason if tensors of replicas cannot be saved, else None. Collective."""
-        return BROKEN_OFF if any(gather_objects(averager.is_exchanging)) else None
+        return next((why for of_rank in gather_objects(self._obstacles(averager)) for why in of_rank), None)
+
+    def _obstacles(self, averager: Averager) -> list[str]:
+        """Return reasons why this rank's tensors cannot be saved now."""
+        return averager.obstacles()

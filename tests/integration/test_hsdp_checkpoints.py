@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse import Accordion, SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.checkpointing.content import KEY
@@ -372,11 +373,15 @@ class ExchangeAborter(Callback):
 
     anchor: Tensor | None = None
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, *, is_late: bool) -> None:
+        self.path, self.is_late = path, is_late
+
+    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+        if self.is_late and trainer.global_step == 3:
+            self.fail()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
+        if batch_idx == 3 and not self.is_late:
             trainer.strategy.state._engine.finish = self.fail
 
     def fail(self) -> None:
@@ -388,18 +393,28 @@ class ExchangeAborter(Callback):
         trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize(("kind", "make", "lacking"), [(DRIFTS, WithAdam, "drifts"), (GRADIENTS, Sharded, "residuals")])
+@pytest.mark.parametrize(
+    ("kind", "make", "lacking"),
+    [
+        (DRIFTS, WithAdam, "drifts (it was saved in the middle of an exchange"),
+        (GRADIENTS, Sharded, "residuals (it was saved in the middle of an exchange"),
+        (GRADIENTS, Sharded, "residuals (it was saved between an exchange and the optimizer's step"),
+    ],
+)
 @on_ranks(4)
 def test_a_checkpoint_excludes_an_aborted_exchange(tmp_path: Path, kind: Any, make: Any, lacking: str) -> None:
     path, seen, messages = str(tmp_path / "a.ckpt"), dict[str, Any](), list[str]()
-    aborter, options = ExchangeAborter(path), {"threshold": THRESHOLDS[kind], "replicas": 2}
+    aborter, options = (
+        ExchangeAborter(path, is_late="between" in lacking),
+        {"threshold": THRESHOLDS[kind], "replicas": 2},
+    )
     with pytest.raises(RuntimeError, match="in the middle"):
         fit(kind(**options), make(), callbacks=[aborter])
     with warnings_of(messages):
         trainer = quiet_trainer(kind(**options), max_steps=6, callbacks=[notes_start(seen)])
         trainer.fit(make(), data(), ckpt_path=path)
     if dist.get_rank() == 0:
-        assert f"holds no {lacking} (it was saved in the middle of an exchange" in "\n".join(messages)
+        assert f"holds no {lacking}" in "\n".join(messages)
     if kind is GRADIENTS:
         assert not any(residual.any() for residual in seen["own"]["residual"].values())
         return
@@ -407,6 +422,22 @@ def test_a_checkpoint_excludes_an_aborted_exchange(tmp_path: Path, kind: Any, ma
     assert_equal(seen["own"], of_all_workers(seen["own"])[0])
     whole_anchor = seen["shared"]["anchor"]["network.0.weight"]
     assert any(torch.equal(aborter.anchor, part) for part in whole_anchor.split(5))  # 9 rows in 2 shards
+
+
+@in_both_forms
+@on_ranks(4)
+def test_a_module_that_has_trained_resumes(tmp_path: Path, is_folder: bool) -> None:
+    model, path = Sharded(), str(tmp_path / "a.ckpt")
+    same = DataLoader(TensorDataset(*torch.ones(2, 144, 6, dtype=torch.float64)), batch_size=4)
+    ends = []
+    for resume in (None, path):
+        saver = LambdaCallback(
+            on_train_batch_end=lambda trainer, *_: trainer.global_step == 3 and trainer.save_checkpoint(path)
+        )
+        strategy = GRADIENTS(threshold=0.03, replicas=2, save_distributed_checkpoint=is_folder)
+        quiet_trainer(strategy, max_steps=6, callbacks=[saver]).fit(model, same, ckpt_path=resume)
+        ends.append(copy.deepcopy(whole_weights(model)))
+    assert_equal(*ends)
 
 
 @on_ranks(4)

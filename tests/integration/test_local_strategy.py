@@ -293,13 +293,16 @@ def test_a_resume_is_exact_and_a_finished_run_keeps_the_saved_weights(make: Any,
 
 @pytest.mark.parametrize("where", ["validation", "training"])
 @on_workers(2, process_group=False)
-def test_weights_agree_after_an_exception_and_user_writes_stay(where: str) -> None:
+def test_weights_agree_after_an_exception_and_user_writes_stay(tmp_path: Path, where: str) -> None:
+    own: list[Tensor] = []
+
     class FailingModel(Callback):
         def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
             if where == "validation" and trainer.global_step:
                 raise ZeroDivisionError
 
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+            own[:] = [weight.detach().clone() for weight in pl_module.parameters()]
             if where == "training" and trainer.global_step == 5:
                 raise ZeroDivisionError
 
@@ -308,6 +311,10 @@ def test_weights_agree_after_an_exception_and_user_writes_stay(where: str) -> No
     with pytest.raises(ZeroDivisionError):
         trainer.fit(model, ResumableData(100), ResumableData(2))
     assert torch.equal(*of_all_workers(flat(model)))
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    saved = torch.load(tmp_path / "late.ckpt", weights_only=True)["lightning_sparse"]["workers"][dist.get_rank()]
+    for weight, kept in zip(own, saved["weights"].values(), strict=True):
+        assert torch.equal(weight.flatten(), kept)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
