@@ -39,7 +39,7 @@ PATIENCE = 300.0
 """Seconds that a worker waits until all others save. Validation may delay a worker that long."""
 PATIENCE_IN_TROUBLE = 15.0
 """Seconds to wait while an exception or a signal is handled: others may never save, and the job is killed soon."""
-CHUNK_BYTES = 2**24
+CHUNK_BYTES = 2**23
 """Size of the chunks in which rank 0 receives tensors; rank 0 needs four times as much memory."""
 
 
