@@ -147,7 +147,7 @@ class WithTorchsOwnOptimizer(ManualStudent):
 
     def on_train_end(self) -> None:
         waiting = getattr(self.trainer.strategy, "step_log", ())
-        witness_of(self).texts.append(f"waiting to be logged: {len(waiting._steps)}")
+        witness_of(self).texts.append(f"waiting to be logged: {len(getattr(waiting, "_steps", ()))}")
 
 
 def logged_without_lightning_steps(runs: list[Run]) -> None:
