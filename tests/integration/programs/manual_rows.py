@@ -146,8 +146,8 @@ class WithTorchsOwnOptimizer(ManualStudent):
         optimizer.step()
 
     def on_train_end(self) -> None:
-        waiting = getattr(self.trainer.strategy, "step_log", ())
-        witness_of(self).texts.append(f"waiting to be logged: {len(getattr(waiting, "_steps", ()))}")
+        log: Any = getattr(self.trainer.strategy, "step_log", None)
+        witness_of(self).texts.append(f"waiting to be logged: {0 if log is None else len(log._steps)}")
 
 
 def logged_without_lightning_steps(runs: list[Run]) -> None:
