@@ -80,6 +80,6 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
 
 
 def warn_of_incomplete(kind: str, why: str) -> None:
-    """Warn that a checkpoint, of the right kind, is written or was read without tensors of workers."""
+    """Warn that a checkpoint is written, or was read, without tensors of workers."""
     missing, consequence = INCOMPLETE[kind]
     rank_zero_warn(f"lightning_sparse: the checkpoint holds no {missing} ({why}). {consequence}")

@@ -120,7 +120,7 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
         assert self.model is not None
         states = {}
         for at, optimizer in enumerate(self.optimizers if self.worker_state == "full" else []):
-            if optimizer.state:  # else torch would create it, by a step
+            if optimizer.state:  # otherwise torch would create it by a step
                 states[str(at)] = get_optimizer_state_dict(self.model, optimizer)
         if averager.workers.rank != 0 and self._save_distributed_checkpoint:
             checkpoint["optimizer_states"] = []  # rank 0's replica writes the states that any strategy reads

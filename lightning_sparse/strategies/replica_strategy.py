@@ -123,7 +123,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
         # The arguments after the path differ between versions of Lightning.
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._module.zero_grad()  # torch initialises no optimizer state, which it then reads, beside old gradients
+            self._module.zero_grad()  # with gradients, torch would not create the optimizer states that it loads
         with self._nothing_counts():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
             if self.state is not None and self._module.trainer.state.fn == TrainerFn.FITTING:

@@ -239,14 +239,15 @@ def drops_zeros_in_place(module: Constant, optimizer: Any, index: int) -> None:
 
 
 class Convolution(LightningModule):
-    """Changes to ``channels_last`` after DDP has wrapped it."""
+    """Changes to ``channels_last`` after two steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Conv2d(2, 2, 2)
 
-    def on_train_start(self) -> None:
-        self.to(memory_format=torch.channels_last)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.to(memory_format=torch.channels_last)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.layer(batch[0].view(-1, 2, 2, 2)).square().mean()
