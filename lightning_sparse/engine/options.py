@@ -54,8 +54,10 @@ class ExchangeOptions:
 
     def require(self, sparsifier: Sparsifier) -> None:
         """Raise ValueError if these options do not support the sparsifier's values."""
-        if DTYPES[self.value_dtype] in MOST_STEPS:
-            sparsifier.require_grid(self.value_dtype, MOST_STEPS[DTYPES[self.value_dtype]])
+        most_steps = MOST_STEPS.get(DTYPES[self.value_dtype])
+        no_grid = None if most_steps is None else sparsifier.why_no_grid(most_steps)
+        if no_grid is not None:
+            raise ValueError(f"Got value_dtype={self.value_dtype!r} {no_grid}")
         overshoot = getattr(sparsifier, "overshoot", 0.0)
         no_overshoot, no_sums = self.why_no_overshoot, self.why_no_sparse_sums
         if not self.keeps_rest:
@@ -177,5 +179,5 @@ class DriftOptions(ExchangeOptions):
 def checked(options: Options | None, kind: type[Options]) -> Options:
     """Return options of exactly this kind, the default for None; raise TypeError otherwise."""
     if options is not None and type(options) is not kind:
-        raise TypeError(f"Invalid {options=}. Must be {kind.__name__}(value_dtype='bfloat16'), for example.")
+        raise TypeError(f"Invalid {options=}. Must be {kind.__name__}(exchange='gather'), for example.")
     return kind() if options is None else options

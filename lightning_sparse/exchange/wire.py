@@ -122,5 +122,5 @@ def _warn_of_missing_step(name: ValueDtype) -> None:
     rank_zero_warn(
         f"lightning_sparse: with the current thresholds, the range of value_dtype={name!r} is too small. Values are "
         "sent as float32. Choose layer_thresholds closer to the calibrated threshold, leave out granularity='layer', "
-        "or use value_dtype='bfloat16'."
+        "or use 'bfloat16'."
     )

@@ -143,27 +143,26 @@ class HardThreshold(MarkingSparsifier):
         step = power_of_two(min(known) / STEPS) if min(known) > 0 else 0.0
         return step if 0 < step <= min(known) / STEPS and most_steps * step >= REACH * max(known) else None
 
-    def require_grid(self, value_dtype: str, most_steps: int) -> None:
-        """See `Sparsifier.require_grid`."""
+    def why_no_grid(self, most_steps: int) -> str | None:
+        """See `Sparsifier.why_no_grid`."""
         known = [*([] if self.threshold is None else [self.threshold]), *self.layer_thresholds.values()]
         if 0.0 in known:
-            raise ValueError(
-                f"Got value_dtype={value_dtype!r} and a threshold of 0, which determines no step for small dtypes. Use "
-                "value_dtype='bfloat16', or a threshold above 0."
+            return (
+                "and a threshold of 0, which determines no step for small dtypes. Use 'bfloat16', or a threshold above "
+                "0."
             )
         if most_steps < 2 * STEPS * REACH:
-            raise ValueError(
-                f"Got value_dtype={value_dtype!r} with a hard threshold. A threshold takes 8 to 16 of its {most_steps} "
-                "steps, so it would truncate larger values, and residuals could grow without bound. Use "
-                "value_dtype='float8', which takes as many bytes. 'int8' is for ScaledIntegerRounding and "
-                "StochasticRounding."
+            return (
+                f"with a hard threshold. A threshold takes 8 to 16 of its {most_steps} steps, so it would truncate "
+                "larger values, and residuals could grow without bound. Use 'float8', which takes as many bytes. "
+                "'int8' is for ScaledIntegerRounding and StochasticRounding."
             )
         if self.threshold is not None and self.grid_step(most_steps) is None:
-            raise ValueError(
-                f"Got value_dtype={value_dtype!r} with thresholds from {min(known):g} to {max(known):g}. Its "
-                f"{most_steps} steps of an eighth of the smallest are too few for the largest, or a step is not a "
-                "float32 number. Use value_dtype='bfloat16'."
+            return (
+                f"with thresholds from {min(known):g} to {max(known):g}. Its {most_steps} steps of an eighth of the "
+                "smallest are too few for the largest, or a step is not a float32 number. Use 'bfloat16'."
             )
+        return None
 
     def fix_threshold(self, threshold: float) -> None:
         """Sets λ of all layers, as calibration does when it ends.

@@ -194,12 +194,11 @@ class Sparsifier(ABC):
         """
         return None
 
-    def require_grid(self, value_dtype: str, most_steps: int) -> None:
-        """Raises ValueError if values cannot be sent as multiples of a step, up to ``most_steps`` of them."""
-        raise ValueError(
-            f"Got value_dtype={value_dtype!r} with {type(self).__name__}, which has no step for small dtypes. Use "
-            "value_dtype='bfloat16', or a sparsifier with a step: HardThreshold, StochasticRounding or "
-            "ScaledIntegerRounding."
+    def why_no_grid(self, most_steps: int) -> str | None:
+        """Returns why values cannot be sent as up to ``most_steps`` steps, and what to do; None if they can."""
+        return (
+            f"with {type(self).__name__}, which has no step for small dtypes. Use 'bfloat16', or a sparsifier with a "
+            "step: HardThreshold, StochasticRounding or ScaledIntegerRounding."
         )
 
     def settings(self) -> dict[str, object]:

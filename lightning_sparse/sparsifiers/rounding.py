@@ -52,8 +52,9 @@ class ScaledIntegerRounding(MarkingSparsifier):
         """Returns ε; see `Sparsifier.grid_step`."""
         return power_of_two(self.step)
 
-    def require_grid(self, value_dtype: str, most_steps: int) -> None:
-        """Does nothing, because every rounding has a step; see `Sparsifier.require_grid`."""
+    def why_no_grid(self, most_steps: int) -> str | None:
+        """Returns None, because every rounding has a step; see `Sparsifier.why_no_grid`."""
+        return None
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks values that do not round to 0; see `MarkingSparsifier.mark`."""
