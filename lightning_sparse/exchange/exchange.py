@@ -28,7 +28,7 @@ from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
 from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.exchange.workers import Pending, Workers, let_senders_finish
+from lightning_sparse.exchange.workers import Pending, Workers, let_senders_finish, let_threads_finish
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense", "hierarchical"]
 FIRST_CAPACITY = 1024
@@ -75,6 +75,7 @@ class Exchange:
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         if workers is None and self.workers.is_over_gloo:
             let_senders_finish()
+            let_threads_finish()
         self.buffers = Buffers()
         self._coalescer = PayloadCoalescer(link_gbit_s)
         self._forecasts: dict[str, dict[tuple[int, int], Forecast]] = {"selected": {}, "slices": {}, "unions": {}}

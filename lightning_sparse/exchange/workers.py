@@ -1,11 +1,13 @@
 """The workers of a process group and their collectives."""
 
+import atexit
 import contextlib
 import io
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ SMALL_MESSAGE_BYTES = 2**16
 """Up to this size, receives are posted after sends; the delay is at most 2.6 ms at 200 Mbit/s."""
 GLOO_THREAD = b"gloo_tcp_loop"
 """The name of Gloo's threads in torch 2.15. In torch 2.8 they have no name and are not changed."""
+SECONDS_AT_EXIT = 0.1
+"""How long Python's end waits for Gloo's threads."""
 _abandoned: list[list[tuple[dist.Work, int | None]]] = []
 """Works of interrupted exchanges, with a few small objects and their payloads for each. Their messages still arrive, so
 that they do not block later messages on the same connections."""
@@ -242,6 +246,16 @@ def let_senders_finish() -> None:
             is_gloo = (folder / "comm").read_bytes().strip() == GLOO_THREAD
             if is_gloo and os.sched_getscheduler(int(folder.name)) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(folder.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+@cache
+def let_threads_finish() -> None:
+    """Give Gloo's threads time to release tensors before Python ends; once per process.
+
+    With torch 2.15, a thread that waits for Python's lock when Python ends aborts the process, with status 134
+    (pytorch/pytorch#190489).
+    """
+    atexit.register(time.sleep, SECONDS_AT_EXIT)
 
 
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:

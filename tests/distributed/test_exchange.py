@@ -1,6 +1,8 @@
 """Every route of the exchange against plain sums, for n = 1 to 4 workers and densities that jump."""
 
 import os
+import subprocess
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -327,6 +329,32 @@ def test_threads_of_gloo_run_as_batch_unless_the_user_chose_a_class(own_class, e
     assert os.sched_getscheduler(0) == os.SCHED_OTHER  # only Gloo's threads change
     found = {os.sched_getscheduler(int(thread.name)) for thread in threads}
     assert found <= {getattr(os, expected)}  # empty if Gloo of this torch does not name its threads
+
+
+SLOW_RELEASES = """
+import os, sys, tempfile, time
+import torch, torch.distributed as dist
+from lightning_sparse.exchange.exchange import Exchange
+
+children = []
+while len(children) < 3 and (child := os.fork()):
+    children.append(child)
+if len(children) == 3:
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+Exchange("gather")
+for _ in range(10):
+    tensor = torch.ones(10)
+    tensor.slow = type("Slow", (), {"__del__": lambda self, sleep=time.sleep: sleep(0.01)})()
+    dist.all_reduce(tensor, async_op=True)
+    del tensor
+time.sleep(0.02)
+"""
+
+
+def test_python_ends_while_threads_of_gloo_release_tensors():
+    done = subprocess.run([sys.executable, "-c", SLOW_RELEASES], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("routes", [("dense", "dense"), ("dense", "gather")])
