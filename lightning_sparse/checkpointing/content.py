@@ -43,8 +43,6 @@ INCOMPLETE = {
     "drifts": ("drifts", "A resume starts with its weights as the anchor; the workers' own weights are lost."),
 }
 """The tensors of workers, and the consequence if a checkpoint has none."""
-UNSENT = {"gradients": "residual", "drifts": "unsent"}
-"""The kind of tensors with unsent values."""
 
 
 def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
@@ -68,14 +66,9 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
     writer, unsent = fields["kind"], fields["unsent_norm"]
     if writer == kind:
         return fields
-    who = WRITERS[writer]
-    if unsent:
-        rank_zero_warn(
-            f"lightning_sparse: {who} wrote the checkpoint. The unsent {writer} (norm {unsent:.3g}) are lost. "
-            f"{STARTS[kind]}"
-        )
-    else:
-        rank_zero_info(f"lightning_sparse: {who} wrote the checkpoint. It holds no unsent {writer}. {STARTS[kind]}")
+    said = f"The unsent {writer} (norm {unsent:.3g}) are lost." if unsent else f"It holds no unsent {writer}."
+    tell = rank_zero_warn if unsent else rank_zero_info
+    tell(f"lightning_sparse: {WRITERS[writer]} wrote the checkpoint. {said} {STARTS[kind]}")
     return None
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -10,14 +11,20 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, UNSENT, own_content, warn_of_incomplete
+from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, own_content, warn_of_incomplete
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
 from lightning_sparse.engine.snapshot import DamagedStateError, Snapshot, Tensors, unsent_norm, warn_of_forgotten
 from lightning_sparse.exchange.agreement import raised_together
 from lightning_sparse.exchange.sharded_tensors import changed, like_parameter, own_part, read_folder, shapes_in_folder
 
-MOST_LISTED = 8
+LONGEST_LIST = 200
+"""Characters of the names of parameters in a message."""
+STARTS_OF_OTHERS = {
+    "gradients": "each starts from the mean of the old residuals",
+    "drifts": "all begin with the mean of the old weights as the anchor, and with the checkpoint's own optimizers",
+}
+"""How workers start from a checkpoint of another number of workers."""
 
 
 def restore(
@@ -58,7 +65,8 @@ def restore(
     is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _opened(saved, path, first.kind)
     if not is_same and (first.kind == "drifts" or saved["workers"] or saved["files"]):
-        _say_world_size(first, saved["world_size"])
+        now, start = first.workers.num_workers, STARTS_OF_OTHERS[first.kind]
+        rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved['world_size']}: {start}.")
     is_changed = _say_changed_model(source, first)
     if first.forgets:
         warn_of_forgotten(saved["unsent_norm"])
@@ -134,15 +142,6 @@ def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Map
     return saved, SavedTensors(saved)
 
 
-def _say_world_size(averager: Averager, saved: int) -> None:
-    start = {
-        "gradients": "each starts from the mean of the old residuals",
-        "drifts": "all begin with the mean of the old weights as the anchor, and with the checkpoint's own optimizers",
-    }[averager.kind]
-    now = averager.workers.num_workers
-    rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved}: {start}.")
-
-
 def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's history and extra values that fit the number of workers and ranks."""
     if saved["ranks"] != averager.replica.num_workers:
@@ -156,15 +155,15 @@ def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> 
 
 def _own(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
     """Return a worker's tensors, or the mean of unsent ones over the checkpoint's workers."""
-    own, unsent = str(averager.workers.rank), UNSENT[averager.kind]
+    own = str(averager.workers.rank)
     is_own = is_same and source.num_workers == averager.workers.num_workers
     workers = [own] if is_own else [str(worker) for worker in range(source.num_workers)]
-    of_workers = [_parts(source, worker, unsent, averager) for worker in workers]
+    of_workers = [_parts(source, worker, "unsent", averager) for worker in workers]
     mean = {
         name: torch.stack([parts[name] for parts in of_workers]).double().mean(0).to(part.dtype)
         for name, part in (of_workers[0] if of_workers else {}).items()
     }
-    return {unsent: mean, "weights": _parts(source, own, "weights", averager) if is_same else {}}
+    return {"unsent": mean, "weights": _parts(source, own, "weights", averager) if is_same else {}}
 
 
 def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> dict[str, Tensor]:
@@ -182,28 +181,25 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
 
 def _say_changed_model(source: SavedTensors, averager: Averager) -> bool:
     """Return whether the model has changed; warn of saved parameters that it lacks, and of those not saved."""
-    unsent = source.shapes("0", UNSENT[averager.kind])
+    unsent = source.shapes("0", "unsent")
     sizes = {name: shape.numel() for name, shape in (unsent or source.shapes(SHARED, "anchor")).items()}
     held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}
     lost = [name for name, size in sizes.items() if held.get(name) != size]
     new = [name for name in averager.parameter_sizes if sizes.get(name) != held[name]]
     values = {name: torch.zeros(unsent[name]) for name in lost if name in unsent}
-    source.read("0", UNSENT[averager.kind], values)
+    source.read("0", "unsent", values)
     if not sizes or not (lost or new):
         return False
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
         norm = f" (norm {unsent_norm(values):.3g})" if unsent else ""
-        said.append(f"Not in the model, or of another size, so their {what}{norm} are lost: {_list(lost)}.")
+        said.append(f"Not in the model, or of another size, so their {what}{norm} are lost:")
+        said.append(shorten(", ".join(lost), LONGEST_LIST) + ".")
     if new:
-        said.append(f"Not in the checkpoint, so their {what} start from zero: {_list(new)}.")
+        said.append(f"Not in the checkpoint, so their {what} start from zero:")
+        said.append(shorten(", ".join(new), LONGEST_LIST) + ".")
     if averager.kind == "drifts":
         said.append("All workers start with the checkpoint's own optimizers.")
     rank_zero_warn(" ".join(said))
     return True
-
-
-def _list(names: list[str]) -> str:
-    more = len(names) - MOST_LISTED
-    return ", ".join(names[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -17,15 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.checkpointing.content import (
-    FOLDER,
-    OPTIMIZERS,
-    SHARED,
-    UNSENT,
-    VERSION,
-    WorkerState,
-    warn_of_incomplete,
-)
+from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, VERSION, WorkerState, warn_of_incomplete
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
@@ -129,10 +121,10 @@ def collect_together(
 
 def kinds_of(averager: Averager, worker_state: WorkerState) -> tuple[str, ...]:
     """Return the kinds of a worker's tensors that a checkpoint contains."""
-    if averager.kind == "drifts":
-        return ("weights", "unsent") if worker_state == "full" else ("unsent",)
+    if worker_state == "full" and averager.kind == "drifts":
+        return "weights", "unsent"
     is_kept = worker_state == "full" or not isinstance(averager, ShardExchange)  # parts of shards are not averaged
-    return ("residual",) if averager.has_own_state and is_kept else ()
+    return ("unsent",) if averager.has_own_state and is_kept else ()
 
 
 def collect(
@@ -171,7 +163,7 @@ def collect(
     if not kinds:
         return content
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
-    norm = unsent_norm(kept.get(UNSENT[averager.kind], {}))
+    norm = unsent_norm(kept.get("unsent", {}))
     extras = {**snapshot.extra, **(extra or {})} if worker_state == "full" else {}
     of_workers = workers.gather_objects_to_first((norm, copied(extras)))
     if workers.rank == 0:

@@ -155,14 +155,14 @@ class Averager:
         """
         snapshot = self._engine.snapshot(self._mark)
         # Sorted, because bucket layouts may differ between workers in the first step.
-        snapshot.own["residual"] = dict(sorted(self.residuals.layers().items()))
+        snapshot.own["unsent"] = dict(sorted(self.residuals.layers().items()))
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
         """Replace all state by those parts of a snapshot that fit the model. Not collective."""
         self.reset()
         self._engine.restore(snapshot)
-        residuals = snapshot.own.get("residual", {})
+        residuals = snapshot.own.get("unsent", {})
         if self.forgets:
             warn_of_forgotten(unsent_norm(residuals))
             return

@@ -34,7 +34,7 @@ class Snapshot:
         history: the history of this rank's buckets in the exchange and the sparsifier, under ``"exchange"`` and
             ``"sparsifier"``. Equal on all workers.
         shared: tensors that are equal on all workers: ``"anchor"``, and the outer optimizer's state as ``"outer.KEY"``.
-        own: tensors of this worker alone: ``"residual"``, or ``"weights"`` and ``"unsent"``.
+        own: tensors of this worker alone: ``"unsent"``, which are residuals or unsent drift, and ``"weights"``.
         extra: additional state of this rank alone, such as ``"buffers"``; plain containers and tensors.
     """
 

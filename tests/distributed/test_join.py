@@ -49,7 +49,7 @@ def _epochs(kind, num_epochs, *, drops=False):
         numbers.append(
             {"λ": state.sparsifier.current_threshold, **state.snapshot().numbers, **state.snapshot().history}
         )
-    (residual,) = state.state_dict()["own"]["residual"].values()
+    (residual,) = state.state_dict()["own"]["unsent"].values()
     return {
         "total": total,
         "pending": residual.view(-1),

@@ -48,7 +48,7 @@ def whole_weights(model):
 
 
 def whole_residuals(exchange):
-    named = exchange.snapshot().own["residual"].items()
+    named = exchange.snapshot().own["unsent"].items()
     return {name: whole(like_parameter(exchange.parameters[name], residual)) for name, residual in named}
 
 

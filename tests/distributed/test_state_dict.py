@@ -61,7 +61,7 @@ def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_a_resumed_loop_equals_an_uninterrupted_loop(num_workers, sparsifier):
     for straight, resumed in run_workers(_stop_and_go_on, num_workers, sparsifier):
-        assert any(residual.any() for residual in straight[2]["own"]["residual"].values())
+        assert any(residual.any() for residual in straight[2]["own"]["unsent"].values())
         for expected, found in zip(straight, resumed, strict=True):
             for plain in {"numbers", "seal"} & expected.keys():
                 assert expected.pop(plain) == found.pop(plain)
@@ -84,9 +84,9 @@ def test_a_resumed_loop_equals_an_uninterrupted_loop(num_workers, sparsifier):
 @pytest.mark.parametrize(("stop", "dropped"), [(1, None), (STOP, STOP - 1), (STOP, STOP - 2)])
 def test_a_stop_after_the_first_or_a_dropped_step_changes_no_weight(sparsifier, stop, dropped):
     for straight, resumed in run_workers(_stop_and_go_on, 2, sparsifier, stop, dropped):
-        assert any(residual.any() for residual in straight[2]["own"]["residual"].values())
+        assert any(residual.any() for residual in straight[2]["own"]["unsent"].values())
         torch.testing.assert_close(straight[:2], resumed[:2], rtol=0, atol=0)
-        torch.testing.assert_close(straight[2]["own"]["residual"], resumed[2]["own"]["residual"], rtol=0, atol=0)
+        torch.testing.assert_close(straight[2]["own"]["unsent"], resumed[2]["own"]["unsent"], rtol=0, atol=0)
         for key in ("sums", "norms"):  # of the current epoch, and of the last, which contains the stop
             found = [end[2]["history"]["sparsifier"].get(key, {}) for end in (straight, resumed)]
             torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -152,7 +152,7 @@ class Judge:
         return File(name, step, saved["global_step"], holds, digest.hexdigest(), is_ahead)
 
     def _residuals(self, content: Any, step: int | None, name: str, problems: list[str]) -> str:
-        residuals = [worker["residual"] for worker in content["workers"]]
+        residuals = [worker["unsent"] for worker in content["workers"]]
         why_not = content["why_incomplete"]
         if why_not is not None:
             if residuals:
@@ -183,7 +183,7 @@ class Judge:
     def start(self, saved: dict[str, Any]) -> Any:
         """Returns the state that a resumed run should start from."""
         content = saved.get(KEY)
-        residuals: Any = [worker["residual"] for worker in content["workers"]] if content is not None else []
+        residuals: Any = [worker["unsent"] for worker in content["workers"]] if content is not None else []
         if len(residuals) < 2:  # the mean residual or nothing
             residuals = (residuals or [{}]) * self.case.num_workers
         momentum = momentum_of(saved["optimizer_states"])

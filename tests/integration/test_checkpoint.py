@@ -246,7 +246,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(name: str, num_workers: int, 
 
 
 def residuals_in(path: Path) -> Any:
-    return [worker["residual"] for worker in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
+    return [worker["unsent"] for worker in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
 
 
 class Start(Callback):
@@ -278,9 +278,9 @@ def test_another_number_of_workers_keeps_the_pending_update(
 ) -> None:
     path = tmp_path / "stop.ckpt"
     old = run(before, CASES["plain"], STOP, save=(STOP, str(path)), worker_state=worker_state)
-    expected = mean_of([worker["tensors"]["residual"] for worker in old])  # the pending update (1/n) Σ e_i
+    expected = mean_of([worker["tensors"]["unsent"] for worker in old])  # the pending update (1/n) Σ e_i
     assert any(residual.any() for residual in expected.values())
-    new = mean_of([worker["residual"] for worker in start_from(after, CASES["plain"], path)])
+    new = mean_of([worker["unsent"] for worker in start_from(after, CASES["plain"], path)])
     torch.testing.assert_close(new, expected, rtol=1e-6, atol=1e-9)
 
 
@@ -349,7 +349,7 @@ class Renamed(Classifier):
 def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     """Restores only the residuals, by name, into another model."""
     content = torch.load(path, weights_only=True)["lightning_sparse"]
-    for residual in content["workers"][0]["residual"].values():
+    for residual in content["workers"][0]["unsent"].values():
         residual.fill_(0.5)  # those of a single worker are zero
     content = sealed(content)
     messages = []

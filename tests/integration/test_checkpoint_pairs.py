@@ -22,7 +22,7 @@ from lightning_sparse import (
     SparseDDPStrategy,
     TopK,
 )
-from lightning_sparse.checkpointing.content import KEY, UNSENT, WRITERS
+from lightning_sparse.checkpointing.content import KEY, WRITERS
 from tests.integration.hsdp_models import Sharded, data
 from tests.integration.models import assert_equal, clones, messages_of, quiet_trainer, warnings_of
 from tests.workers import run_workers
@@ -64,7 +64,7 @@ def notes_unsent(squares: list[float]) -> Callback:
 
     def note(trainer: Any, _: Any) -> None:
         for state in getattr(getattr(trainer.strategy, "workers", None), "each", [trainer.strategy.state]):
-            held = state.snapshot().own.get(UNSENT[state.kind], {})
+            held = state.snapshot().own.get("unsent", {})
             squares.append(sum(float(tensor.double().square().sum()) for tensor in held.values()))
 
     return LambdaCallback(on_train_start=note)

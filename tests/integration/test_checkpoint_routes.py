@@ -45,7 +45,7 @@ from tests.integration.test_checkpoint import (
 from tests.workers import on_workers, run_workers
 
 
-@pytest.mark.parametrize(("name", "kind"), [("plain", "residual"), ("local, adam", "weights")])
+@pytest.mark.parametrize(("name", "kind"), [("plain", "unsent"), ("local, adam", "weights")])
 @on_workers(2, process_group=False)
 def test_checkpoints_are_exchanged_with_plain_ddp(name: str, kind: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -118,7 +118,7 @@ def test_later_steps_do_not_change_the_collected_state() -> None:
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         state.commit()
     if dist.get_rank() == 0:
-        assert any(residual.any() for residual in before[0]["residual"].values())
+        assert any(residual.any() for residual in before[0]["unsent"].values())
         assert_equal(workers, before)
 
 
@@ -136,7 +136,7 @@ def test_gathering_residuals_needs_less_memory_than_the_residuals_of_a_worker(ki
     content = collect_together(state, kind, None)
     growth = memory("VmHWM") - before
     workers = content["workers"]
-    held = sum(tensor.nbytes for worker in workers for tensor in worker["residual"].values())
+    held = sum(tensor.nbytes for worker in workers for tensor in worker["unsent"].values())
     residual_bytes = 25 * 4 * MILLION + 4 * 6  # 6 zeros for the parameters of the model
     assert held == (copies * residual_bytes if dist.get_rank() == 0 else 0)
     # Leaves room for messages of 64 MiB and for the first communication of a process.
@@ -194,5 +194,5 @@ def test_a_command_line_run_resumes_from_the_last_checkpoint(tmp_path: Path) -> 
     resumption = (f"--trainer.max_steps={END}", "--ckpt_path=last")
     resumed = run_workers(_command_line, 2, folder, *resumption, process_group=False)
     for expected, found in zip(straight, resumed, strict=True):
-        assert_equal(expected["tensors"]["residual"] | expected["weights"], found)
+        assert_equal(expected["tensors"]["unsent"] | expected["weights"], found)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=12.ckpt", "step=16.ckpt"]

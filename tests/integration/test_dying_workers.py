@@ -355,7 +355,7 @@ def test_fewer_workers_resume_with_the_mean_of_the_residuals(tmp_path: Path) -> 
         exit_code, output = end_of(process, tmp_path)
     assert exit_code == 0, output
     assert "the number of workers is 2 instead of 3: each starts from the mean of the old residuals" in output
-    expected = mean_of([worker["residual"] for worker in saved[KEY]["workers"]])
+    expected = mean_of([worker["unsent"] for worker in saved[KEY]["workers"]])
     for result in recorded(tmp_path, 2):
         assert (result["start"], result["steps"]) == (20, 30)
         torch.testing.assert_close(result["start_residuals"], expected, rtol=1e-6, atol=1e-7)
@@ -374,7 +374,7 @@ def assert_whole(path: Path, num_workers: int) -> int:
     step = saved["global_step"]
     assert saved[KEY]["world_size"] == num_workers
     assert len(saved[KEY]["workers"]) == num_workers
-    for residuals in (worker["residual"] for worker in saved[KEY]["workers"]):
+    for residuals in (worker["unsent"] for worker in saved[KEY]["workers"]):
         assert {name: residual.numel() for name, residual in residuals.items()} == {
             name: tensor.numel() for name, tensor in saved["state_dict"].items()
         }

@@ -65,7 +65,7 @@ def test_the_example_for_clusters_saves_on_a_signal_and_resumes(tmp_path):
     steps = saved["global_step"]
     assert 100 < steps < 1_000_000
     assert steps % 10 == 0
-    first, second = (worker["residual"] for worker in saved["lightning_sparse"]["workers"])
+    first, second = (worker["unsent"] for worker in saved["lightning_sparse"]["workers"])
     assert any(not torch.equal(residual, second[name]) for name, residual in first.items())
     with on_two_workers(steps + 25, tmp_path) as workers:
         printed = end_of(workers, tmp_path)

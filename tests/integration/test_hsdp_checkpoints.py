@@ -181,8 +181,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
             assert straight["threshold"] == results[0][name][0]["threshold"]
             for key in ("threshold", "history"):  # each rank restores the values of its own shards
                 assert_equal(resumed[-1]["at start"][key], stopped[key], f"{name}: {key}")
-        assert any(residual.any() for residual in of_rank[names[0]][0]["own"]["residual"].values())
-    for kind, name in (("residual", names[0]), ("weights", "drifts"))[: len(names)]:
+        assert any(residual.any() for residual in of_rank[names[0]][0]["own"]["unsent"].values())
+    for kind, name in (("unsent", names[0]), ("weights", "drifts"))[: len(names)]:
         own = [of_rank[name][0]["own"][kind]["network.0.weight"] for of_rank in results]
         assert torch.equal(own[0], own[1])
         assert not torch.equal(own[0], own[-1])  # each replica has its own
@@ -249,8 +249,8 @@ def test_a_small_checkpoint_has_the_mean_weights_and_no_residuals(tmp_path: Path
             assert any("holds no residuals (worker_state='small')" in text for text in messages) == (
                 dist.get_rank() == 0
             )
-            assert any(residual.any() for residual in own[0]["residual"].values())
-            assert not any(residual.any() for residual in start["own"]["residual"].values())
+            assert any(residual.any() for residual in own[0]["unsent"].values())
+            assert not any(residual.any() for residual in start["own"]["unsent"].values())
             continue
         mean = mean_of([own[0]["weights"], own[2]["weights"]])
         torch.testing.assert_close(start["own"]["weights"], mean, rtol=0, atol=1e-15)
@@ -310,7 +310,7 @@ class ResidualRestorer(Callback):
         with warnings_of(self.messages):
             content = torch.load(meta, weights_only=True)[KEY]
             restore(trainer.strategy.averagers, content, path=Path(self.path))
-        self.residuals = held(trainer.strategy)["own"]["residual"]
+        self.residuals = held(trainer.strategy)["own"]["unsent"]
 
 
 def _restore_narrower(path: str) -> tuple[list[str], dict[str, Tensor]]:
@@ -323,7 +323,7 @@ def _restore_narrower(path: str) -> tuple[list[str], dict[str, Tensor]]:
 @in_both_forms
 def test_a_changed_model_keeps_matching_state_and_names_the_lost_norm(saved: Any, is_folder: bool) -> None:
     folder, before = saved(is_folder)
-    old = [of_rank["gradients"]["own"]["residual"] for of_rank in before]
+    old = [of_rank["gradients"]["own"]["unsent"] for of_rank in before]
     results = run_ranks(_restore_narrower, 4, str(folder / "gradients.ckpt.end"))
     lost = ["network.0.bias", "network.0.weight", "network.2.weight"]
     norm = sum(float(old[0][name].square().sum()) for name in lost) ** 0.5
@@ -411,7 +411,7 @@ def test_a_checkpoint_excludes_an_aborted_exchange(tmp_path: Path, kind: Any, is
     if dist.get_rank() == 0:
         assert f"holds no {lacking} (it was saved {why}" in "\n".join(messages)
     if kind is GRADIENTS:
-        assert not any(residual.any() for residual in seen["own"]["residual"].values())
+        assert not any(residual.any() for residual in seen["own"]["unsent"].values())
         return
     assert_equal(seen["own"]["weights"], seen["shared"]["anchor"])
     assert_equal(seen["own"], of_all_workers(seen["own"])[0])

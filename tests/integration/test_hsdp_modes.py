@@ -117,7 +117,7 @@ def _residual_bytes() -> Any:
     model = Sharded()
     strategy = GRADIENTS(threshold=THRESHOLD, replicas=2)
     fit(strategy, model)
-    residual_bytes = sum(residual.nbytes for residual in strategy.state.snapshot().own["residual"].values())
+    residual_bytes = sum(residual.nbytes for residual in strategy.state.snapshot().own["unsent"].values())
     return residual_bytes, sum(local(parameter).numel() for parameter in model.parameters())
 
 

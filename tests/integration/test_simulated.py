@@ -421,7 +421,7 @@ def test_a_small_checkpoint_holds_the_mean_residual(tmp_path: Path) -> None:
     for kind in ("full", "small"):
         path = str(tmp_path / f"{kind}.ckpt")
         simulated({"like": {"worker_state": kind}, "trainer": {"max_steps": 4}, "saves": path})
-        saved[kind] = [held["residual"] for held in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
+        saved[kind] = [held["unsent"] for held in torch.load(path, weights_only=True)["lightning_sparse"]["workers"]]
     assert any(residual.any() for residual in saved["full"][0].values())
     assert_equal(saved["small"], [mean_of(saved["full"])])
     assert len(simulated({"trainer": {"max_steps": 6}}, ckpt_path=path)["steps"]) == 2
@@ -470,7 +470,7 @@ def test_an_exception_before_the_step_undoes_its_exchange(sparsifier: Sparsifier
     for worker, before in zip(strategy.workers.each, module.before, strict=True):
         after = copied(vars(worker.snapshot()))
         assert (after["numbers"], after["history"]) == (before["numbers"], before["history"])
-        assert_equal(after["own"]["residual"], before["own"]["residual"])
+        assert_equal(after["own"]["unsent"], before["own"]["unsent"])
 
 
 class PartlyUsed(Classifier):
