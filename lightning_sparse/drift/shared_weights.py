@@ -54,7 +54,7 @@ class SharedWeights:
     @torch.no_grad()
     def give_back(self) -> None:
         """Restore the module's own weights and buffers."""
-        tensors = self._tensors()
+        tensors = self._tensors() if self.own else {}  # strategies call this in every step
         for name, own in self.own.items():
             if name in tensors and tensors[name].shape == own.shape:
                 tensors[name].copy_(own)

@@ -95,7 +95,7 @@ class UntrainedTensors:
 
     def _tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors by name, with empty tensors for removed ones."""
-        found = dict(self._module.named_buffers())
+        found = dict(self._module.named_buffers()) if names else {}
         if not found.keys() >= set(names):  # a walk over all parameters takes long
             found = named_tensors(self._module)
         return {name: local(found[name]) if name in found else torch.zeros(0) for name in names}
