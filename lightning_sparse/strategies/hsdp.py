@@ -1,6 +1,7 @@
 """Lightning strategies with a sparse exchange between replicas of sharded models."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -59,17 +60,14 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        return super().optimizer_step(optimizer, self._exchanging(optimizer, closure), model, **kwargs)
+        return super().optimizer_step(optimizer, partial(self._run_and_exchange, optimizer, closure), model, **kwargs)
 
-    def _exchanging(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def backward_and_exchange() -> Any:
-            loss = closure()
-            assert self.state is not None
-            self._awaits_step = True
-            self.state.average_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
-            return loss
-
-        return backward_and_exchange
+    def _run_and_exchange(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        assert self.state is not None
+        self._awaits_step = True
+        self.state.average_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
+        return loss
 
     @override
     def _after_step(self) -> None:
@@ -86,9 +84,9 @@ class SparseHSDPStrategy(ReplicaStrategy):
         args, kwargs = arguments
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._exchanging(optimizer, lambda: None)()
+            self._run_and_exchange(optimizer, lambda: None)
             return None
-        return args[:1], {**kwargs, "closure": self._exchanging(optimizer, torch.enable_grad()(closure))}
+        return args[:1], {**kwargs, "closure": partial(self._run_and_exchange, optimizer, torch.enable_grad()(closure))}
 
 
 class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
