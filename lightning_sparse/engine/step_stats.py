@@ -108,11 +108,16 @@ def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_worker
     return LayerStats(density=density, **of_layer)
 
 
-def of_exchanges(steps: Sequence[StepStats]) -> StepStats:
-    """Combine the statistics of several exchanges of the same workers."""
-    if len(steps) == 1:
-        return steps[0]
-    numbers = [number for number in STEP_NUMBERS if number.exchanges]
-    rows = [[getattr(step, number.name) for number in numbers] for step in steps]
-    totals = combined(torch.tensor(rows, dtype=torch.float64), numbers, "exchanges")
-    return replace(steps[-1], **dict(zip((number.name for number in numbers), totals, strict=True)))
+def step_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
+    """Return the metrics of a batch, which may have several exchanges of the same workers.
+
+    Density refers to all exchanges together, payload bytes are summed, error norm and threshold are the last values.
+    """
+    stats = steps[-1]
+    if len(steps) > 1:
+        numbers = [number for number in STEP_NUMBERS if number.exchanges]
+        rows = [[getattr(step, number.name) for number in numbers] for step in steps]
+        totals = combined(torch.tensor(rows, dtype=torch.float64), numbers, "exchanges")
+        stats = replace(stats, **dict(zip((number.name for number in numbers), totals, strict=True)))
+    values = {f"sparse/{number.logged}": getattr(stats, number.logged) for number in STEP_NUMBERS if number.logged}
+    return {name: float(value) for name, value in values.items() if value is not None}

@@ -14,8 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.step_stats import StepStats, of_exchanges
-from lightning_sparse.selection.numbers import STEP_NUMBERS
+from lightning_sparse.engine.step_stats import StepStats, step_metrics
 
 MOST_UNLOGGED = 256
 
@@ -122,14 +121,3 @@ class NumberLog:
 
 
 _LOG = LightningModule.log
-
-
-def step_metrics(steps: list[StepStats]) -> dict[str, float]:
-    """Return the metrics of a batch, which may have several exchanges.
-
-    Density refers to all exchanges together, payload bytes are summed, error norm and threshold are the last values.
-    """
-    stats = of_exchanges(steps)
-    logged = [number.logged for number in STEP_NUMBERS if number.logged]
-    values = {f"sparse/{name}": getattr(stats, name) for name in logged}
-    return {name: float(value) for name, value in values.items() if value is not None}
