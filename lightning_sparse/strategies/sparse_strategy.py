@@ -45,7 +45,7 @@ class SparseStrategy(TakesOptions):
         state: the averager of the running or last ``fit``, None before.
         averagers: the averagers of this process, whose first is ``state``; empty before a ``fit``.
         sparsifier: the given sparsifier.
-        step_log: exchanges that are not logged yet.
+        step_log: exchanges of the running or last ``fit`` that are not logged yet.
         per_layer_stats: whether to exchange statistics of layers; a callback's ``setup`` may set it, on all ranks.
 
     Raises:
@@ -70,9 +70,7 @@ class SparseStrategy(TakesOptions):
         self.worker_state = worker_state
         self.state = None
         self.averagers: Sequence[Averager] = []
-        self.step_log = StepLog()
         self.per_layer_stats = self._is_stepping = False
-        self._batches = 0
 
     def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments for Lightning's strategy, after a check."""
@@ -134,23 +132,22 @@ class SparseStrategy(TakesOptions):
             rates = [group["lr"] for group in groups if group.get("lr") is not None]  # Adafactor computes its own rate
             for averager in self.averagers:
                 averager.begin_epoch(trainer.current_epoch, rates)
+        if self._batches == max(MOST_BATCHES, 2 * trainer.accumulate_grad_batches):
+            self._warn_of_no_exchange()
         self._batches += 1
-        accumulated = getattr(trainer, "accumulate_grad_batches", 1)
-        if self._batches == max(MOST_BATCHES, 2 * accumulated) + 1:
-            self._warn_of_no_exchange(self._batches - 1)
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._advice.end()
         if 0 < self._batches <= MOST_BATCHES:
-            self._warn_of_no_exchange(self._batches)
+            self._warn_of_no_exchange()
 
-    def _warn_of_no_exchange(self, batches: int) -> None:
+    def _warn_of_no_exchange(self) -> None:
         if self._call_each_step is not None and self.state.progress == self._progress_at_start:
             rank_zero_warn(
-                f"lightning_sparse: in {batches} batches no torch.optim.Optimizer stepped on parameters of the model, "
-                "so nothing was exchanged and the weights differ. If you update weights by other means, call "
+                f"lightning_sparse: in {self._batches} batches no torch.optim.Optimizer stepped on parameters of the "
+                "model, so nothing was exchanged and the weights differ. If you update weights by other means, call "
                 f"strategy.state.{self._call_each_step} each update. See docs/troubleshooting.md."
             )
 
