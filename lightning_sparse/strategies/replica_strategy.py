@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -71,7 +70,6 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
                 f"Got {size} ranks, which cannot form {replicas} replicas of equal size with "
                 f"tensor_parallel_size={tensor}. Start a multiple of {replicas * tensor} ranks, or change replicas=…"
             )
-        super(ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
         self._data_parallel_size = shards
         names = ("replicate", "data_parallel", "tensor_parallel")
@@ -81,14 +79,12 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        replicas, shards, _ = self.device_mesh.shape
-        rank = self.device_mesh.get_local_rank("replicate") * shards + self.device_mesh.get_local_rank("data_parallel")
-        return {"num_replicas": replicas * shards, "rank": rank}
+        tensor = self.device_mesh["tensor_parallel"].size()
+        return {"num_replicas": self.world_size // tensor, "rank": self.global_rank // tensor}
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
+        if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
                 "Scaled losses (precision='16-mixed') are not supported between replicas of shards. Use "
                 "precision='bf16-mixed' or 'bf16-true', or fully_shard(…, mp_policy=MixedPrecisionPolicy(…))."
@@ -111,25 +107,24 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        unwrapped = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        is_stateless = not unwrapped.state
+        is_stateless = not optimizer.state
         with self._nothing_counts():
             state = super().optimizer_state(optimizer)
         if is_stateless:
-            unwrapped.state.clear()  # torch has created it, by a step with lr 0
+            optimizer.state.clear()  # torch has created it, by a step with lr 0
         return state
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
         # The arguments after the path differ between versions of Lightning.
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
+        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
             self._module.zero_grad()  # with gradients, torch would not create the optimizer states that it loads
         with self._nothing_counts():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
-            if self.state is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
+            if is_fitting:
                 path = Path(self.broadcast(checkpoint_path))
-                content = checkpoint.get(KEY)
-                restore(self.averagers, content, path=path, module=self.model, optimizers=self.optimizers)
+                restore(self.averagers, checkpoint.get(KEY), path=path, module=self.model, optimizers=self.optimizers)
         return checkpoint
 
     @override
