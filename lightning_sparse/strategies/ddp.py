@@ -94,10 +94,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)  # exchanges the first buckets of a static graph
         # Before Lightning 2.6 (pull request 21251), they stay local in manual optimization.
-        if not (self._pl_static_graph_delay_done or self._module.automatic_optimization):
-            model: Any = self.model
-            if model.static_graph:
-                model.reducer._delay_all_reduce()
+        is_done = self._pl_static_graph_delay_done or self._module.automatic_optimization
+        if isinstance(self.model, DistributedDataParallel) and self.model.static_graph and not is_done:
+            self.model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
             self._pl_static_graph_delay_done = True
         if self.state is not None:
             self.state.pending_gradients.backward_has_ended()

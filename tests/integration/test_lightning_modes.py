@@ -172,6 +172,19 @@ def test_evaluation_needs_no_hook() -> None:
         assert len(outputs) == num_outputs
 
 
+class BackwardInValidation(ManualClassifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            self.manual_backward(self.loss(batch))
+
+
+@on_workers(2, process_group=False)
+def test_validation_without_a_fit_may_call_backward() -> None:
+    model = BackwardInValidation()
+    quiet_trainer("ddp_hardthreshold", inference_mode=False).validate(model, data())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @on_workers(2, process_group=False)
 def test_a_second_fit_calibrates_anew() -> None:
     model, recorder = Classifier(), Recorder()
