@@ -108,13 +108,12 @@ class Advice:
         if stats.is_calibration:
             self._calibrating += 1
             return
-        if self._steps == 0:
-            self._silent_layers = dict.fromkeys(stats.layers, 0.0)
+        layers = self._silent_layers if self._steps else stats.layers
         self._steps += 1
         self._selected += stats.selected
         self._elements += stats.num_workers * stats.num_elements
         self._dense_elements += stats.num_workers * stats.dense_elements
-        silent = [name for name in self._silent_layers if not stats.layers[name].selected]
+        silent = [name for name in layers if not stats.layers[name].selected]
         self._silent_layers = {name: stats.layers[name].squared_error for name in silent}
         self._silent = 0 if stats.selected else self._silent + 1
         if self._silent == 1:

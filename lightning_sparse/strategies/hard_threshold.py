@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.strategies.ddp import SparseDDPStrategy
 from lightning_sparse.strategies.hsdp import SparseHSDPStrategy, SparseLocalHSDPStrategy
-from lightning_sparse.strategies.local import SparseLocalStrategy
+from lightning_sparse.strategies.local import LocalTraining, SparseLocalStrategy
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
@@ -23,11 +23,10 @@ class ByThreshold(SparseStrategy):
     """
 
     _takes: ClassVar[type] = HardThreshold
-    _default_density: float | None = None
 
     def __init__(self, *, threshold: float | None = None, density: float | None = None, **kwargs: Any) -> None:
-        if threshold is None and density is None:
-            density = self._default_density
+        if threshold is None and density is None and isinstance(self, LocalTraining):
+            density = 0.01
         super().__init__(self._taken(HardThreshold, kwargs, threshold=threshold, density=density), **kwargs)
 
 
@@ -46,8 +45,6 @@ class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
     Registered as ``Trainer(strategy="local_hardthreshold")``.
     """
 
-    _default_density = 0.01
-
 
 class HSDPHardThresholdStrategy(ByThreshold, SparseHSDPStrategy):
     """FSDP2 inside replicas, and a hard threshold λ on gradients between replicas.
@@ -61,5 +58,3 @@ class LocalHSDPHardThresholdStrategy(ByThreshold, SparseLocalHSDPStrategy):
 
     Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``. `SparseHSDPStrategy` describes how to write a model.
     """
-
-    _default_density = 0.01

@@ -161,7 +161,7 @@ def model_parallel_arguments(strategy: Strategy, arguments: dict[str, Any]) -> d
         )
     known = inspect.signature(ModelParallelStrategy).parameters
     require_arguments(strategy, arguments, known, "Lightning's ModelParallelStrategy")
-    return {name: value for name, value in arguments.items() if name != "data_parallel_size"}
+    return arguments
 
 
 def require_arguments(strategy: Strategy, names: Collection[str], known: Collection[str], takers: str) -> None:
