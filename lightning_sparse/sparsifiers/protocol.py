@@ -235,6 +235,12 @@ def require_sparsifier(value: object) -> None:
         raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {value!r}.")
 
 
+def asked_density(sparsifier: Sparsifier) -> float | None:
+    """Returns a sparsifier's target density, or None."""
+    density: Any = getattr(sparsifier, "density", None)
+    return float(density) if is_number(density) else None
+
+
 def is_number(value: object) -> bool:
     """Returns whether this is a real number of Python or NumPy."""
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
-from lightning_sparse.sparsifiers.protocol import Sparsifier
+from lightning_sparse.sparsifiers.protocol import asked_density
 
 ENOUGH_STEPS = 200
 """Exchanges before a check of the share of dense buckets, and without a payload before a warning."""
@@ -179,12 +179,6 @@ class Advice:
         if kind not in _reported:
             _reported.add(kind)
             tell(f"lightning_sparse: {text} See docs/{page}.md.")
-
-
-def asked_density(sparsifier: Sparsifier) -> float | None:
-    """Return a sparsifier's target density, or None."""
-    density = getattr(sparsifier, "density", None)
-    return float(density) if isinstance(density, (int, float)) else None
 
 
 def exchanges_of(module: LightningModule, every_n_steps: int) -> float | None:

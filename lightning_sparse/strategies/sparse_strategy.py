@@ -84,8 +84,7 @@ class SparseStrategy(TakesOptions):
     def _follow(self, state: Any) -> None:
         """Log the exchanges of a new ``fit`` and report likely problems."""
         self.state, self.averagers = state, [state]
-        self.step_log = StepLog()
-        state.subscribe(self.step_log.add)
+        self.step_log = StepLog(state)
         self._advice = Advice(state, is_sharded=self._is_sharded)
 
     # Steps.

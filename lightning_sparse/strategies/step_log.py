@@ -17,23 +17,21 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.step_stats import StepStats, step_metrics
 
 MOST_UNLOGGED = 256
+_LOG = LightningModule.log
 
 
 class StepLog:
-    """Exchanges that no step has logged yet."""
+    """Collects the exchanges of an averager until an optimizer step logs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, averager: Averager) -> None:
         self._steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
+        averager.subscribe(self._steps.append)
         self._of_batch: list[StepStats] = []
         self._newest: list[StepStats] = []
         self._lost: list[StepStats] = []
         self._log = NumberLog()
         self._shown: set[str] = set()  # keys of entries for the next row
         self._row: int | None = None
-
-    def add(self, step: StepStats) -> None:
-        """Add the statistics of an exchange."""
-        self._steps.append(step)
 
     def begin_batch(self, trainer: Any) -> None:
         """Reset numbers that a row of the loggers has contained."""
@@ -118,6 +116,3 @@ class NumberLog:
             return None
         self.entries[key] = results[key]
         return key
-
-
-_LOG = LightningModule.log
