@@ -1,6 +1,5 @@
 """Local training in cases that test_drift_laws.py does not draw."""
 
-import copy
 import gc
 import weakref
 from functools import partial
@@ -12,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
-from tests.distributed.drift_simulation import CASES, anchor_of, flat
+from tests.distributed.drift_simulation import anchor_of, flat
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
 from tests.workers import of_all_workers, on_workers
 
@@ -56,33 +55,6 @@ def test_each_layer_sends_its_share_by_its_own_threshold():
     mean = {name: sum(of_step[name] for of_step in densities[50:]) / 100 for name in densities[0]}
     assert mean.pop("4.bias") == 1
     assert mean == pytest.approx(dict.fromkeys(thresholds, 0.2), rel=0.2)
-
-
-@pytest.mark.parametrize("stop", [2, 7])
-@pytest.mark.parametrize(
-    "case", ["every step", "every third step, applied late", "back to the anchor, decaying", "outer optimizer"]
-)
-@on_workers(2)
-def test_a_resumed_loop_equals_an_uninterrupted_loop(case, stop):
-    def begin():
-        model = build_model()
-        sparsifier = HardThreshold(density=0.2, calibration_steps=4)
-        return model, adam(model.parameters()), SparseModelAverager(model, sparsifier, DriftOptions(**CASES[case]))
-
-    ends = []
-    for is_resumed in (False, True):
-        model, optimizer, averager = begin()
-        train(model, optimizer, range(stop), averager)
-        saved = copy.deepcopy((averager.state_dict(), optimizer.state_dict()))
-        if is_resumed:
-            model, optimizer, averager = begin()
-            averager.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-        train(model, optimizer, range(stop, STEPS), averager)
-        ends.append((flat(model), anchor_of(averager), averager.last_step))
-    whole, resumed = ends
-    torch.testing.assert_close(resumed[:2], whole[:2], rtol=0, atol=0)
-    assert resumed[2] == whole[2]
 
 
 @on_workers(2)
@@ -176,7 +148,8 @@ def test_errors_of_averagers_name_the_remedy():
     part = SparseModelAverager(model[0], fixed)
     whole.step()  # gives the layer an anchor too
     for make, word in (
-        (lambda: SparseModelAverager(DistributedDataParallel(build_model()), fixed), "Unwrap"),
+        (lambda: SparseModelAverager(nn.Sequential(DistributedDataParallel(build_model())), fixed), "Unwrap"),
+        (lambda: SparseModelAverager(nn.LazyLinear(3), fixed), "not initialised"),
         (lambda: SparseModelAverager(3, fixed), "Invalid module=3. Must be a torch.nn.Module"),
         (lambda: SparseModelAverager(build_model(), 0.1), "Expected a sparsifier such as .*, got 0.1"),
         *((partial(averaged_by, outer), "Must return a torch.optim.Optimizer") for outer in (torch.optim.LBFGS, list)),

@@ -469,11 +469,7 @@ class Outer:
 
 
 @on_workers(2)
-def test_averagers_accept_callable_outer_optimizers_and_reject_invalid_modules() -> None:
+def test_averagers_accept_callable_outer_optimizers() -> None:
     for outer in (Outer(), partial(Outer.__call__, Outer())):
         options = DriftOptions(outer_optimizer=outer)
         SparseModelAverager(nn.Linear(2, 2), HardThreshold(threshold=0.1), options).close()
-    wrapped = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
-    for module, message in ((wrapped, "Unwrap"), (nn.LazyLinear(3), "not initialised")):
-        with pytest.raises(ValueError, match=message):
-            SparseModelAverager(module, HardThreshold(threshold=0.1))
