@@ -88,12 +88,16 @@ def test_tensorboard_shows_averages_totals_and_layers(tmp_path: Path) -> None:
     run_workers(_check_events, 1, str(tmp_path), steps, rows, process_group=False)
 
 
-def _check_events(folder: str, steps: list[StepStats], rows: list[dict[str, float]]) -> None:
+def _events(folder: str) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     [file] = Path(folder).rglob("events.out.tfevents.*")  # from the first worker only
     events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
-    events.Reload()
+    return events.Reload()
+
+
+def _check_events(folder: str, steps: list[StepStats], rows: list[dict[str, float]]) -> None:
+    events = _events(folder)
     tags = events.Tags()
     # Scalars per layer are for other loggers; in TensorBoard they hide everything else.
     assert not any(tag.startswith("sparse/layer_density") for tag in tags["scalars"])
@@ -163,11 +167,7 @@ def test_histograms_of_drifts_have_the_step_of_their_exchange(name: str, tmp_pat
 
 
 def _check_drift_histograms(folder: str, kinds: list[str], steps: list[int]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    [file] = Path(folder).rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file.parent), size_guidance={"histograms": 0})
-    events.Reload()
+    events = _events(folder)
     tags = events.Tags()["histograms"]
     assert set(tags) == {f"sparse/{kind}/{name}" for kind in kinds for name in SIZES}
     for tag in tags:
@@ -343,12 +343,6 @@ def test_the_table_counts_the_exchange_that_ends_with_the_training() -> None:
     strategy = LocalHardThresholdStrategy(threshold=0.02, overlap=True, every_n_steps=2)
     first, _ = watch([DensityMonitor()], strategy=strategy, max_steps=6)
     assert re.search(r"steps exchanged +3$", first.printed, re.MULTILINE)
-
-
-@pytest.mark.parametrize("columns", [0, 1, -3])
-def test_a_picture_with_too_few_columns_raises(columns: int) -> None:
-    with pytest.raises(ValueError, match=rf"Invalid image_columns={columns}\. Must be a whole number of at least 2"):
-        DensityMonitor(image_columns=columns)
 
 
 class _PicturePrinter(Callback):

@@ -44,11 +44,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDP, {"threshold": nan}, "Invalid threshold=nan. Must be a finite number of at least 0"),
     (DDP, {"density": 1.5}, "Invalid density=1.5. Must be within (0, 1]"),
     (DDP, {"calibration_steps": 2.5}, "Invalid calibration_steps=2.5. Must be a whole number of at least 1"),
-    (
-        DDP,
-        {"threshold": 0.1, "layer_thresholds": {"*.weight": 0.0, "*.bias": -1.0}},
-        "Invalid layer_thresholds['*.bias']=-1.0. Must be a finite",
-    ),
     *(
         (make, {name: word}, f"Invalid {name}={word!r}. Must be one of {allowed}.")
         for make in (DDP, of_top_k)
@@ -127,7 +122,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDP, {"threshold": 0.1, "layer_thresholds": {1: 0.1}}, "Must be λ by pattern of names, not by 1"),
     (DDP, {"threshold": 10**400}, "Must be a finite number"),
     *((DDP, {"local_clip_norm": norm}, f"Invalid local_clip_norm={norm!r}. Must be") for norm in ("a", True)),
-    (DensityMonitor, {"image_columns": "x"}, "Invalid image_columns='x'. Must be a whole number"),
+    *(
+        (
+            DensityMonitor,
+            {"image_columns": size},
+            f"Invalid image_columns={size!r}. Must be a whole number of at least 2",
+        )
+        for size in (0, 1, -3, "x")
+    ),
     (DensityMonitor, {"per_layer": "x"}, "Invalid per_layer='x'. Must be True or False."),
     *(
         (paper_threshold, {"density": rho, "num_elements": 10}, f"Invalid density={rho!r}. Must be within (0, 1]")

@@ -221,7 +221,7 @@ def test_top_k_contracts_any_vector_and_bell_shaped_ones_more(values, density):
     assert left <= (1 - top_k_contraction(share, bell_shaped=True)) * float(normal.square().sum()) * (1 + 1e-9)
 
 
-PAIR = torch.ones(2, 2)
+PAIR, NOISY = torch.ones(2, 2), Problem(1.0, 1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -234,19 +234,16 @@ PAIR = torch.ones(2, 2)
         (lambda: Problem(0.0, 1, 1.0), r"Invalid smoothness=0\.0\. Must be finite and above 0"),
         (lambda: Problem(1.0, 0, 1.0), "Invalid num_workers=0"),
         (lambda: Problem(1.0, 1, -1.0), r"Invalid noise=-1\.0\. Must be finite and at least 0"),
-        (lambda: convex_bound(Problem(1.0, 1, 1.0), 1.0, 0.1, 0, 0.0), "Invalid num_steps=0"),
-        (lambda: strongly_convex_rate(Problem(1.0, 1, 1.0), 1.0, 1, 1.0), "Got strong_convexity=0. Must be above 0"),
+        (lambda: convex_bound(NOISY, 1.0, 0.1, 0, 0.0), "Invalid num_steps=0"),
+        (lambda: strongly_convex_rate(NOISY, 1.0, 1, 1.0), "Got strong_convexity=0. Must be above 0"),
         (lambda: convex_contraction_rate(Problem(1.0, 1, 0.0), 1.0, 1, 0.5), "Must be above 0 for Remark 8"),
-        (
-            lambda: convex_contraction_rate(Problem(1.0, 1, 1.0), 1.0, 1, 0.0),
-            r"Invalid contraction=0\.0\. Must be within",
-        ),
-        (lambda: nonconvex_contraction_bound(Problem(1.0, 1, 1.0), 1.0, 0.2, 1, 0.5), r"Invalid learning_rate=0\.2"),
+        (lambda: convex_contraction_rate(NOISY, 1.0, 1, 0.0), r"Invalid contraction=0\.0\. Must be within"),
+        (lambda: nonconvex_contraction_bound(NOISY, 1.0, 0.2, 1, 0.5), r"Invalid learning_rate=0\.2"),
         (lambda: threshold_from_estimates(0, 10, 1.0, 1.0), "Invalid num_selected=0"),
-        (lambda: nonconvex_bound(Problem(1.0, 1, 1.0), -1.0, 0.1, 1, 0.0), "Invalid suboptimality=-1.0"),
+        (lambda: nonconvex_bound(NOISY, -1.0, 0.1, 1, 0.0), "Invalid suboptimality=-1.0"),
         (lambda: squared_error_bound(10, float("inf"), 1.0), "Invalid threshold=inf"),
         (lambda: top_k_squared_error_bound(0.5, 1.0, -2.0), "Invalid learning_rate=-2.0"),
-        (lambda: convex_bound(Problem(1.0, 1, 1.0), 1.0, 0.1, 10, -5.0), "Invalid squared_error=-5.0"),
+        (lambda: convex_bound(NOISY, 1.0, 0.1, 10, -5.0), "Invalid squared_error=-5.0"),
         (lambda: optimal_threshold(PAIR, 1.5), "Invalid budget=1.5. Must be a whole number from 1 to 4"),
         (lambda: optimal_threshold(PAIR, 5), "Invalid budget=5"),
         (lambda: optimal_threshold(PAIR + 1j, 1), "Got torch.complex64. Must be real"),
