@@ -13,7 +13,7 @@ from lightning_sparse import ExchangeOptions, HardThreshold, ShardExchange
 from lightning_sparse.engine import grouping
 from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
-from tests.integration.hsdp_models import build_network
+from tests.integration.hsdp_models import build_network, whole_weights
 from tests.workers import on_workers, run_workers
 
 THRESHOLD = 0.05
@@ -41,10 +41,6 @@ def sharded(model, mesh):
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-def whole_weights(model):
-    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
 
 
 def whole_residuals(exchange):

@@ -96,20 +96,11 @@ def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batc
         optimizer.step()
 
 
-def accumulates_between(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Steps after a synchronized, a local and a synchronized backward."""
+def accumulates_between(drops: bool, world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
+    """Steps after a synchronized, a local and a synchronized backward; ``drops`` the first gradient."""
     world.backward(loss_of(module, batch))
-    with world.no_sync(module):
-        world.backward(loss_of(module, [-batch[0], batch[1]]))
-    world.backward(loss_of(module, [2 * batch[0], batch[1]]))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def drops_before_it_accumulates(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Drops the first gradient; the next backward is local."""
-    world.backward(loss_of(module, batch))
-    optimizer.zero_grad(set_to_none=index % 2 == 0)
+    if drops:
+        optimizer.zero_grad(set_to_none=index % 2 == 0)
     with world.no_sync(module):
         world.backward(loss_of(module, [-batch[0], batch[1]]))
     world.backward(loss_of(module, [2 * batch[0], batch[1]]))
@@ -252,6 +243,7 @@ def sharded(parameters: Any) -> torch.optim.Optimizer:
 
 _unused = {"find_unused_parameters": True}
 _views = {"gradient_as_bucket_view": True}
+of_two_backwards = partial(exchanged, 2 * BATCHES, BATCHES)
 
 ROWS = {
     "plain loop": Row(loops(usual), every_batch),
@@ -263,20 +255,15 @@ ROWS = {
     "plain loop, a parameter without optimizer": Row(loops(usual, make_optimizer=without_the_last), left_the_last),
     **{
         f"plain two backwards, {exchange}{words}": Row(
-            loops(two_backwards, **views), partial(exchanged, 2 * BATCHES, BATCHES), exchange=exchange
+            loops(two_backwards, **views), of_two_backwards, exchange=exchange
         )
         for exchange in ("auto", "gather", "dense", "reduce_scatter")
         for words, views in (("", {}), (", bucket views", _views))
     },
-    "plain two backwards, clipped between": Row(
-        loops(two_backwards_clipped, **_views), partial(exchanged, 2 * BATCHES, BATCHES)
-    ),
+    "plain two backwards, clipped between": Row(loops(two_backwards_clipped, **_views), of_two_backwards),
     **{
         f"plain second backward leaves out, {exchange}{words}": Row(
-            loops(second_leaves_out, Net, **_unused, **views),
-            partial(exchanged, 2 * BATCHES, BATCHES),
-            exchange=exchange,
-            leaves_out=True,
+            loops(second_leaves_out, Net, **_unused, **views), of_two_backwards, exchange=exchange, leaves_out=True
         )
         for exchange in ("gather", "dense")
         for words, views in (("", {}), (", bucket views", _views))
@@ -304,9 +291,9 @@ ROWS = {
     "plain gradient asked for before zeroing": Row(
         loops(measure_before_zeroing), partial(exchanged, BATCHES, BATCHES // 2), rolls_back=True
     ),
-    "plain accumulation between": Row(loops(accumulates_between), partial(exchanged, 2 * BATCHES, BATCHES)),
+    "plain accumulation between": Row(loops(partial(accumulates_between, False)), of_two_backwards),
     "plain accumulation after a drop": Row(
-        loops(drops_before_it_accumulates), partial(exchanged, 2 * BATCHES, BATCHES), rolls_back=True
+        loops(partial(accumulates_between, True)), of_two_backwards, rolls_back=True
     ),
     # With λ > 0, a step on a gradient that was zeroed in place counts as a step: docs/reliability.md.
     "plain step on zeros": Row(loops(partial(takes_back_bad_gradients, False)), every_batch, threshold=None),
