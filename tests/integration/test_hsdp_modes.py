@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sparse import DensityMonitor, ErrorMonitor
-from lightning_sparse.engine.grouping import local
 from tests.integration.hsdp_models import (
     DRIFTS,
     GRADIENTS,
@@ -111,23 +110,6 @@ def test_the_density_is_reached_and_all_numbers_are_logged(name: str, tmp_path: 
         assert {"sparse/density", "sparse/error_norm", "sparse/threshold", "sparse/payload_bytes"} <= set(names)
         assert any("network.0.weight" in tag for tag in names)
         assert ("sparse/largest_drift" in names) == (name == "drifts")
-
-
-def _residual_bytes() -> Any:
-    model = Sharded()
-    strategy = GRADIENTS(threshold=THRESHOLD, replicas=2)
-    fit(strategy, model)
-    residual_bytes = sum(residual.nbytes for residual in strategy.state.snapshot().own["unsent"].values())
-    return residual_bytes, sum(local(parameter).numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_residuals_are_sharded_as_parameters_are(num_ranks: int) -> None:
-    results = run_ranks(_residual_bytes, num_ranks)
-    for residual_bytes, elements in results:
-        assert residual_bytes == 8 * elements  # float64, as the parameters
-    whole = sum(parameter.numel() for parameter in build_network().parameters())
-    assert sum(elements for _, elements in results) == 2 * whole
 
 
 class Empty(Sharded):

@@ -162,16 +162,6 @@ def test_a_single_worker_sends_everything(make: Any, options: dict[str, Any]) ->
     assert (strategy.state.last_step.density, strategy.state.last_step.squared_error) == (1, 0)
 
 
-@on_workers(2, process_group=False)
-def test_evaluation_needs_no_hook() -> None:
-    for stage, num_outputs in (("validate", 1), ("test", 1), ("predict", 8)):
-        model, trainer = Classifier(), quiet_trainer("ddp_hardthreshold")
-        outputs = getattr(trainer, stage)(model, data())
-        assert trainer.strategy.model is model
-        assert trainer.strategy.state is None
-        assert len(outputs) == num_outputs
-
-
 class BackwardInValidation(ManualClassifier):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with torch.enable_grad():
@@ -179,10 +169,14 @@ class BackwardInValidation(ManualClassifier):
 
 
 @on_workers(2, process_group=False)
-def test_validation_without_a_fit_may_call_backward() -> None:
-    model = BackwardInValidation()
-    quiet_trainer("ddp_hardthreshold", inference_mode=False).validate(model, data())
-    assert all(parameter.grad is not None for parameter in model.parameters())
+def test_evaluation_needs_no_hook() -> None:
+    for stage, num_outputs in (("validate", 1), ("test", 1), ("predict", 8)):
+        model, trainer = BackwardInValidation(), quiet_trainer("ddp_hardthreshold", inference_mode=False)
+        outputs = getattr(trainer, stage)(model, data())
+        assert trainer.strategy.model is model
+        assert trainer.strategy.state is None
+        assert len(outputs) == num_outputs
+        assert all((parameter.grad is not None) == (stage == "validate") for parameter in model.parameters())
 
 
 @on_workers(2, process_group=False)

@@ -201,16 +201,15 @@ def test_perplexity_covers_all_words_of_all_workers():
     assert tested["test/perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
-class TestPerplexity:
-    def test_agrees_with_torchmetrics(self):
-        torchs, ours = Perplexity(ignore_index=IGNORED), CorpusPerplexity()
-        for time in (7, 3):
-            logits, targets = torch.randn(2, time, 11), torch.randint(11, (2, time))
-            targets[1, 1:] = IGNORED
-            torchs.update(logits, targets)
-            loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-            ours.update(loss, (targets != IGNORED).sum())
-        torch.testing.assert_close(ours.compute(), torchs.compute())
+def test_perplexity_agrees_with_torchmetrics():
+    torchs, ours = Perplexity(ignore_index=IGNORED), CorpusPerplexity()
+    for time in (7, 3):
+        logits, targets = torch.randn(2, time, 11), torch.randint(11, (2, time))
+        targets[1, 1:] = IGNORED
+        torchs.update(logits, targets)
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        ours.update(loss, (targets != IGNORED).sum())
+    torch.testing.assert_close(ours.compute(), torchs.compute())
 
 
 class TestMarkovChain:

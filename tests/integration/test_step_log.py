@@ -211,7 +211,7 @@ def test_an_overridden_log_gets_every_number_and_lightning_computes_each_once(wh
         strategy = DDPHardThresholdStrategy(threshold=0.01)
         quiet_trainer(strategy, num_workers=2, max_steps=10, callbacks=[watch]).fit(model, ResumableData(5))
     assert len(densities) == 10
-    if where == "lightning":  # each call takes a quarter of a millisecond: see StepLog._log
+    if where == "lightning":  # each call takes a quarter of a millisecond: see NumberLog
         assert [name for name, _ in seen] == [f"sparse/{name}" for name in LOGGED]
         assert len(set(densities)) > 2
     else:

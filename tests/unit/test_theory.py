@@ -254,10 +254,7 @@ PAIR, NOISY = torch.ones(2, 2), Problem(1.0, 1, 1.0)
         (lambda: residual_statistics(0.0, noise=1.0), r"Invalid threshold=0\.0\. Must be finite and above 0"),
         (lambda: residual_statistics(1.0, noise=-1.0), r"Invalid noise=-1\.0"),
         (lambda: residual_statistics(1.0, noise=0.0), r"Invalid drift=0\.0\. Must be finite, and not 0 without noise"),
-        (
-            lambda: residual_statistics(1.0, noise=1.0, overshoot=1.0),
-            r"Invalid overshoot=1\.0\. Must be within \[0, 1\)",
-        ),
+        (lambda: residual_statistics(1, noise=1, overshoot=1), r"Invalid overshoot=1\.0\. Must be within \[0, 1\)"),
     ],
 )
 def test_theory_rejects_invalid_arguments(call, message):
