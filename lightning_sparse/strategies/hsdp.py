@@ -42,8 +42,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
     _options: ExchangeOptions
     _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"
-    _awaits_step = False
-    """Whether gradients were exchanged, and the optimizer's step on them has not ended."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._taken(ExchangeOptions, kwargs)
@@ -73,10 +71,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
     def _after_step(self) -> None:
         self._awaits_step = False
         super()._after_step()
-
-    @override
-    def _obstacles(self, averager: Averager) -> list[str]:
-        return averager.obstacles() + ["it was saved between an exchange and the optimizer's step"] * self._awaits_step
 
     def _before_any_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         if self._is_stepping:

@@ -181,22 +181,16 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         hook = self._module._current_fx_name
         another_may_follow = hook == "on_after_backward" and not self._module.automatic_optimization
         needs_weights = hook in _IN_A_STEP or another_may_follow
-        obstacles = {
-            "the shared weights were changed": averager.shared.was_written_to,
-            # Received values would change weights that a backward needs.
-            "an exchange has not ended": bool(averager.exchange.flight) and (is_in_trouble() or needs_weights),
-        }
-        return [why for why, is_so in obstacles.items() if is_so]
+        # Received values would change weights that a backward needs.
+        is_pending = bool(averager.exchange.flight) and (is_in_trouble() or needs_weights)
+        is_written_to = averager.shared.was_written_to
+        return ["the shared weights were changed"] * is_written_to + ["an exchange has not ended"] * is_pending
 
     @override
     def _content(self, averager: SparseModelAverager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         kept = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
         extra = {name: checkpoint[key] for name, key in kept.items() if key in checkpoint}
+        obstacles = self._obstacles(averager)
         return collect_together(
-            averager,
-            self.worker_state,
-            self._timeout,
-            obstacles=self._obstacles(averager),
-            why_not=self._why_not,
-            extra=extra,
+            averager, self.worker_state, self._timeout, obstacles=obstacles, why_not=self._why_not, extra=extra
         )

@@ -43,6 +43,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     _is_sharded: ClassVar[bool] = True
     _lightning_arguments = model_parallel_arguments
     _save_barrier: SaveBarrier | None = None
+    _awaits_step = False
+    """Whether gradients were exchanged, and the optimizer's step on them has not ended."""
 
     def __init__(
         self,
@@ -192,8 +194,6 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
 
     def _why_broken(self, averager: Averager) -> str | None:
         """Return the reason if tensors of replicas cannot be saved, else None. Collective."""
-        return next((why for of_rank in gather_objects(self._obstacles(averager)) for why in of_rank), None)
-
-    def _obstacles(self, averager: Averager) -> list[str]:
-        """Return reasons why this rank's tensors cannot be saved now."""
-        return averager.obstacles()
+        obstacles = averager.obstacles()
+        obstacles += ["it was saved between an exchange and the optimizer's step"] * self._awaits_step
+        return next((why for of_rank in gather_objects(obstacles) for why in of_rank), None)
