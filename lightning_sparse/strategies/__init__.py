@@ -37,8 +37,7 @@ def register_strategies() -> None:
         StrategyRegistry.register(f"ddp_hardthreshold{form}", DDPHardThresholdStrategy, **options)
         StrategyRegistry.register(f"local_hardthreshold{form}", LocalHardThresholdStrategy, **options)
         for family, sparsifier in _SPARSIFIERS.items():
-            given = {"sparsifier": sparsifier, **options}
-            StrategyRegistry.register(f"ddp_{family}{form}", SparseDDPStrategy, **given)
-            StrategyRegistry.register(f"local_{family}{form}", SparseLocalStrategy, **given)
+            StrategyRegistry.register(f"ddp_{family}{form}", SparseDDPStrategy, sparsifier=sparsifier, **options)
+            StrategyRegistry.register(f"local_{family}{form}", SparseLocalStrategy, sparsifier=sparsifier, **options)
     StrategyRegistry.register("hsdp_hardthreshold", HSDPHardThresholdStrategy)
     StrategyRegistry.register("local_hsdp_hardthreshold", LocalHSDPHardThresholdStrategy)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -117,7 +117,7 @@ class LocalTraining(SparseStrategy):
         weights, self._why_not = ({}, None) if is_shown else self._mean_weights(self.state)
         with shared.shown(shared.anchor() if weights is None else weights):
             state = super().lightning_module_state_dict()
-            return copy.deepcopy(state) if is_shown or self._is_sharded else state
+            return copy.deepcopy(state) if is_shown or isinstance(self, ModelParallelStrategy) else state
 
     @abstractmethod
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:

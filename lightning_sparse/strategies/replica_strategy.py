@@ -40,7 +40,6 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     """
 
     _averager_class: ClassVar[Any]
-    _is_sharded: ClassVar[bool] = True
     _lightning_arguments = model_parallel_arguments
     _save_barrier: SaveBarrier | None = None
     _awaits_step = False

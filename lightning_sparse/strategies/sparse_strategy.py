@@ -11,6 +11,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -55,8 +56,6 @@ class SparseStrategy(TakesOptions):
 
     state: Any
     _options: ExchangeOptions
-    _is_sharded: ClassVar[bool] = False
-    """Whether replicas are sharded. Only checkpoints of sharded replicas may be folders."""
     _call_each_step: ClassVar[str | None] = None
     """The call that a loop without torch optimizers needs, for a warning; None disables the warning."""
 
@@ -85,7 +84,7 @@ class SparseStrategy(TakesOptions):
         """Log the exchanges of a new ``fit`` and report likely problems."""
         self.state, self.averagers = state, [state]
         self.step_log = StepLog(state)
-        self._advice = Advice(state, is_sharded=self._is_sharded)
+        self._advice = Advice(state, is_sharded=isinstance(self, ModelParallelStrategy))
 
     # Steps.
 
@@ -168,7 +167,7 @@ class SparseStrategy(TakesOptions):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *others: Any, **options: Any) -> dict[str, Any]:
         # The other arguments differ between versions of Lightning.
-        if not self._is_sharded and Path(checkpoint_path).is_dir():
+        if not isinstance(self, ModelParallelStrategy) and Path(checkpoint_path).is_dir():
             raise ValueError(
                 f"The checkpoint {str(checkpoint_path)!r} is a folder, but {type(self).__name__} reads files. Folders "
                 "are written by hsdp_* and local_hsdp_* strategies: resume with one of these, or save one file with "
