@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.saving import collect_together
+from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
@@ -79,7 +80,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             per_layer_stats=self.per_layer_stats,
         )
         self._follow(state)
-        state.pending_gradients.on_step.append(self._after_any_step)
+        state.pending_gradients.on_step.append(weak_method(self._after_any_step))
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
