@@ -1,6 +1,7 @@
 """Starts an exchange of drifts, and moves anchor and weights by the average."""
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class DriftExchange:
         self.flight: list[DriftBucket] = []
         self._compared: dict[str, Tensor] = {}
         self.take_in_new()
+        self._num_compared = len(self.untrained.floating(only_buffers=True))
 
     def depart(self) -> None:
         """Select values of drifts and start their exchange. Collective."""
@@ -65,8 +67,10 @@ class DriftExchange:
             is_last = bucket is self.buckets[-1]
             notes = torch.zeros(1, dtype=torch.float64, device=bucket.anchor.device)
             if is_last:
-                self._compared = self.untrained.floating(only_buffers=True)
-                notes = torch.cat([notes, fingerprints([*self._compared.values()]).to(notes.device)])
+                buffers = self.untrained.floating(only_buffers=True)
+                self._compared = dict(islice(buffers.items(), self._num_compared))
+                prints = fingerprints([*self._compared.values()]).to(notes.device)
+                notes = torch.cat([notes, notes.new_full((1,), len(buffers)), prints])
             drift = DriftBucket(
                 bucket.index,
                 bucket.layout,
@@ -106,7 +110,10 @@ class DriftExchange:
         notes = self._engine.finish()
         largest = max(float(note[:, 0].max()) for note in notes)
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
-        self._engine.workers.average([*self.untrained.differing(self._compared, notes[-1][:, 1:]).values()])
+        self._engine.workers.average([*self.untrained.differing(self._compared, notes[-1][:, 2:]).values()])
+        fewest, most = notes[-1][:, 1].aminmax()
+        if fewest == most:  # a new buffer may be on one worker only, and messages must have equal sizes
+            self._num_compared = int(most)
         self._move_anchor(flight)
         for drift in flight:
             bucket = drift.of

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.untrained_tensors import fingerprints, named_tensors
 from lightning_sparse.engine.grouping import as_real, local
+from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.workers import Workers
 
 
@@ -24,6 +26,7 @@ class SharedWeights:
         self._module, self._exchange, self._workers = module, exchange, workers
         self.own: dict[str, Tensor] = {}
         self._marks_of_shared: list[tuple[int, int]] = []
+        self._norms_of_shared = torch.zeros(0)
 
     @property
     def is_shown(self) -> bool:
@@ -49,11 +52,17 @@ class SharedWeights:
             if name in tensors and tensors[name].shape == tensor.shape:
                 self.own[name] = tensors[name].clone()
                 tensors[name].copy_(tensor)
-        self._marks_of_shared = self._marks()
+        self._note_shared()
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Restore the module's own weights and buffers."""
+        """Restore the module's own weights and buffers, with a warning if shared weights were changed."""
+        if self.was_written_to and not torch.equal(self._norms(), self._norms_of_shared):
+            rank_zero_warn(
+                "lightning_sparse: weights were changed while the model had the mean of all workers' weights, in "
+                "validation or before the first batch of a resumed run. The change is lost, because each worker gets "
+                "its own weights back. Change weights on all workers in on_train_batch_start instead."
+            )
         tensors = self._tensors() if self.own else {}  # strategies call this in every step
         for name, own in self.own.items():
             if name in tensors and tensors[name].shape == own.shape:
@@ -68,7 +77,7 @@ class SharedWeights:
             for name, tensor in saved.items()
             if name in tensors and tensors[name].shape == tensor.shape
         }
-        self._marks_of_shared = self._marks()
+        self._note_shared()
 
     # Copies of weights, and a context in which the module refers to them.
 
@@ -80,11 +89,12 @@ class SharedWeights:
         untrained = self._exchange.untrained
         untrained.take_in_new()
         compared = untrained.floating(only_buffers=False)
-        local_prints = fingerprints([*compared.values()])
-        prints = local_prints.new_zeros(workers.num_workers, local_prints.numel())
-        if compared:
-            workers.all_gather(prints.view(-1), local_prints).wait()
-        averaged = self.weights() | untrained.differing(compared, prints.cpu())
+        prints = fingerprints([*compared.values()]).view(-1, 2).tolist()
+        of_workers = gather_objects(dict(zip(compared, prints, strict=True)), workers.group)
+        # A new buffer may be on one worker only.
+        compared = {name: tensor for name, tensor in compared.items() if all(name in found for found in of_workers)}
+        rows = torch.tensor([[found[name] for name in compared] for found in of_workers], dtype=torch.float64)
+        averaged = self.weights() | untrained.differing(compared, rows)
         tensors = {name: tensor.clone() for name, tensor in averaged.items()}
         workers.average(list(tensors.values()))
         return tensors
@@ -131,6 +141,13 @@ class SharedWeights:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}
+
+    def _note_shared(self) -> None:
+        self._marks_of_shared, self._norms_of_shared = self._marks(), self._norms()
+
+    def _norms(self) -> Tensor:
+        norms = torch._foreach_norm([*self.weights().values()])
+        return torch.stack([norm.double() for norm in norms]).nan_to_num()
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(weight.data_ptr(), weight._version) for weight in self.weights().values()]

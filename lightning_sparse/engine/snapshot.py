@@ -83,6 +83,14 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, SEAL: {path: _description(entry) for path, entry in _entries_of(state)}}
 
 
+def is_equal(tree: Any, other: Any) -> bool:
+    """Return whether nested containers have the same plain values, and tensors of the same content."""
+    entries, others = (
+        [(path, _description(entry)) for path, entry in _entries_of(part, "part")] for part in (tree, other)
+    )
+    return entries == others
+
+
 def require_seal(state: Any) -> None:
     """Raise ``DamagedStateError`` if an entry has changed since ``sealed``."""
     seal = state.get(SEAL) if isinstance(state, Mapping) else None

@@ -146,16 +146,16 @@ class HardThreshold(MarkingSparsifier):
     def why_no_grid(self, most_steps: int) -> str | None:
         """See `Sparsifier.why_no_grid`."""
         known = [*([] if self.threshold is None else [self.threshold]), *self.layer_thresholds.values()]
-        if 0.0 in known:
-            return (
-                "and a threshold of 0, which determines no step for small dtypes. Use 'bfloat16', or a threshold above "
-                "0."
-            )
         if most_steps < 2 * STEPS * REACH:
             return (
                 f"with a hard threshold. A threshold takes 8 to 16 of its {most_steps} steps, so it would truncate "
                 "larger values, and residuals could grow without bound. Use 'float8', which takes as many bytes. "
                 "'int8' is for ScaledIntegerRounding and StochasticRounding."
+            )
+        if 0.0 in known:
+            return (
+                f"with {type(self).__name__} and a threshold of 0, which determines no step for small dtypes. Use "
+                "'bfloat16', or a threshold above 0."
             )
         if self.threshold is not None and self.grid_step(most_steps) is None:
             return (

@@ -54,9 +54,9 @@ class LocalTraining(SparseStrategy):
     @property
     def _shared(self) -> SharedWeights | None:
         """Changes weights during a fit; None before and after."""
-        module = self.lightning_module
-        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        return self.state.shared if self.state is not None and is_fitting else None
+        if self.state is None or self.lightning_module is None:  # as in a process that only starts workers
+            return None
+        return self.state.shared if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else None
 
     @override
     def on_validation_start(self) -> None:

@@ -21,7 +21,7 @@ from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
-from lightning_sparse.engine.snapshot import sealed
+from lightning_sparse.engine.snapshot import is_equal, sealed
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier, require_word
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.options import TakesOptions
@@ -202,8 +202,15 @@ class SparseStrategy(TakesOptions):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # After the model's set-up. Sharded replicas restore in load_checkpoint.
-        extra = restore(self.averagers, checkpoint.get(KEY))
-        states = extra.get("optimizer_states", checkpoint["optimizer_states"])
+        content: Any = checkpoint.get(KEY)
+        states = checkpoint["optimizer_states"]
+        extra = restore(self.averagers, content)
+        if "optimizer_states" in extra:  # what a hook has changed in rank 0's states replaces every worker's own
+            states_of_first = content["extras"][0][0]["optimizer_states"]
+            states = [
+                {key: own[key] if is_equal(now[key], then[key]) else now[key] for key in now}
+                for now, then, own in zip(states, states_of_first, extra["optimizer_states"], strict=True)
+            ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded
             self.precision_plugin.load_state_dict(extra["precision_state"])

@@ -292,3 +292,16 @@ def test_a_buffer_may_change_on_a_worker_during_an_exchange(kind):
     assert model.late.tolist() == [0.5, 0.5]
     expected = {"gone": None, "longer": [7.0] * 5, "whole": [1] * 3}[kind] if rank == 1 else [0.5] * 3
     assert (None if model.early is None else model.early.tolist()) == expected
+
+
+@on_workers(2, timeout=40)
+def test_a_new_buffer_is_averaged_when_all_workers_have_it():
+    rank, model = dist.get_rank(), build_model()
+    averager = SparseModelAverager(model, HardThreshold(threshold=0.0))
+    for owner, expected in ((1, 1.0), (0, float(rank)), (None, 0.5)):
+        if rank == owner:
+            model.register_buffer("lazy", torch.tensor([float(rank)]))
+        with averager.averaged_weights():
+            pass
+        averager.step()
+        assert not hasattr(model, "lazy") or model.lazy.item() == expected

@@ -23,6 +23,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.checkpointing.content import KEY
 from lightning_sparse.checkpointing.restoring import restore
+from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from tests.integration.hsdp_models import Sharded
 from tests.integration.hsdp_models import data as shard_data
 from tests.integration.models import Classifier, adam, data, quiet_trainer
@@ -175,3 +176,9 @@ def test_all_ranks_reject_a_damaged_folder(name: str, tmp_path: Path) -> None:
     again = quiet_trainer(HSDPHardThresholdStrategy(threshold=0.1, replicas=2), max_steps=6)
     with pytest.raises(RuntimeError, match=f"lightning_sparse cannot resume.*{FOLDERS[name][1]}"):
         again.fit(Sharded(), shard_data(), ckpt_path=path)
+
+
+def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="it is a folder"):
+        WholeFileCheckpointIO().save_checkpoint({}, tmp_path)
+    assert not [*tmp_path.parent.glob(".*.part")]

@@ -291,6 +291,35 @@ def test_a_resume_is_exact_and_a_finished_run_keeps_the_saved_weights(make: Any,
             assert torch.equal(finished[name], saved[name]), name
 
 
+class Hooked(WithAdam):
+    """Changes a saved learning rate, and weights in validation, for good or for its duration."""
+
+    restores = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 1e-4
+
+    def on_validation_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.first.weight.mul_(2.0)
+            if self.restores:
+                self.first.weight.mul_(0.5)
+
+
+@on_workers(2, process_group=False)
+def test_hooks_may_change_saved_optimizers_and_lost_writes_cause_a_warning(tmp_path: Path) -> None:
+    path, model = str(tmp_path / "4.ckpt"), Hooked()
+    local_trainer(SaveAt(4, path), max_steps=4).fit(WithAdam(), ResumableData(8))
+    trainer = local_trainer(max_steps=5)
+    trainer.fit(model, ResumableData(8), ckpt_path=path)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-4
+    for model.restores in (True, False):
+        trainer, said = local_trainer(max_steps=4, val_check_interval=2), []
+        with warnings_of(said, "weights were changed"):
+            trainer.fit(model, ResumableData(4), ResumableData(1))
+        assert bool(said) == (trainer.global_rank == 0 and not model.restores)
+
+
 @pytest.mark.parametrize("where", ["validation", "training"])
 @on_workers(2, process_group=False)
 def test_weights_agree_after_an_exception_and_user_writes_stay(tmp_path: Path, where: str) -> None:

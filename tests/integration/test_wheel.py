@@ -15,7 +15,6 @@ from release.distributions import (
     find_sdist_faults,
     find_wheel_faults,
     list_sdist,
-    list_tracked_files,
     list_wheel,
 )
 
@@ -50,13 +49,6 @@ def test_the_sdist_is_compared_with_the_repository() -> None:
     assert find_sdist_faults(names, tracked) == []
     assert find_sdist_faults([*names, "docs/draft.md"], tracked) == ["docs/draft.md is not in the repository."]
     assert find_sdist_faults(names[:-1], tracked) == ["tests/unit/test_theory.py is missing."]
-
-
-def test_git_lists_the_files_of_the_repository() -> None:
-    tracked = list_tracked_files()
-    if tracked is None:
-        pytest.skip("This is no repository of git's, or there is no git.")
-    assert {"pyproject.toml", "tests/integration/test_wheel.py"} <= {*tracked}
 
 
 def test_the_version_matches_the_changelog() -> None:
