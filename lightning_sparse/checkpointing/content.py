@@ -56,8 +56,7 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
         rank_zero_info(f"lightning_sparse: the checkpoint was written without a sparse exchange. {STARTS[kind]}")
         return None
     fields: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
-    version = fields.get("version")
-    if isinstance(version, int) and version > VERSION:
+    if isinstance(version := fields.get("version"), int) and version > VERSION:
         raise RuntimeError(
             f"The checkpoint holds {fields.get('kind')} in format {version}, but this version of lightning_sparse "
             f"reads formats up to {VERSION}. Update lightning_sparse."

@@ -22,10 +22,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         if Path(path).is_dir():
-            raise IsADirectoryError(
-                f"Cannot save the file {str(path)!r}: it is a folder, such as a checkpoint of hsdp_*. Remove "
-                "it, or save elsewhere."
-            )
+            raise IsADirectoryError(f"Cannot save {str(path)!r}: it is a folder. Remove it, or save elsewhere.")
         part = part_of(Path(path))
         super().save_checkpoint(checkpoint, part, storage_options)
         os.replace(part, path)
