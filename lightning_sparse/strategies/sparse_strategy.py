@@ -205,11 +205,11 @@ class SparseStrategy(TakesOptions):
         content: Any = checkpoint.get(KEY)
         states = checkpoint["optimizer_states"]
         extra = restore(self.averagers, content)
-        if "optimizer_states" in extra:  # what a hook has changed in rank 0's states replaces every worker's own
+        if "optimizer_states" in extra:  # values that a hook has changed replace every worker's own
             states_of_first = content["extras"][0][0]["optimizer_states"]
             states = [
-                {key: own[key] if is_equal(now[key], then[key]) else now[key] for key in now}
-                for now, then, own in zip(states, states_of_first, extra["optimizer_states"], strict=True)
+                {key: own[key] if is_equal(now[key], then.get(key)) else now[key] for key in now}
+                for now, then, own in zip(states, states_of_first, extra["optimizer_states"], strict=False)
             ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded

@@ -337,8 +337,7 @@ import torch, torch.distributed as dist
 from lightning_sparse.exchange.exchange import Exchange
 
 children = []
-while len(children) < 3 and (child := os.fork()):
-    children.append(child)
+while len(children) < 3 and (child := os.fork()): children.append(child)
 if len(children) == 3:
     sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)

@@ -292,12 +292,13 @@ def test_a_resume_is_exact_and_a_finished_run_keeps_the_saved_weights(make: Any,
 
 
 class Hooked(WithAdam):
-    """Changes a saved learning rate, and weights in validation, for good or for its duration."""
+    """Changes saved optimizer states, and weights in validation, for good or for its duration."""
 
-    restores = False
+    restores, rate = False, 1e-4
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 1e-4
+        checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = self.rate
+        checkpoint["optimizer_states"] *= bool(self.rate)
 
     def on_validation_epoch_end(self) -> None:
         with torch.no_grad():
@@ -310,9 +311,10 @@ class Hooked(WithAdam):
 def test_hooks_may_change_saved_optimizers_and_lost_writes_cause_a_warning(tmp_path: Path) -> None:
     path, model = str(tmp_path / "4.ckpt"), Hooked()
     local_trainer(SaveAt(4, path), max_steps=4).fit(WithAdam(), ResumableData(8))
-    trainer = local_trainer(max_steps=5)
-    trainer.fit(model, ResumableData(8), ckpt_path=path)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-4
+    for model.rate in (1e-4, 0.0):
+        trainer = local_trainer(max_steps=5)
+        trainer.fit(model, ResumableData(8), ckpt_path=path)
+        assert trainer.optimizers[0].param_groups[0]["lr"] == (model.rate or WithAdam.lr)
     for model.restores in (True, False):
         trainer, said = local_trainer(max_steps=4, val_check_interval=2), []
         with warnings_of(said, "weights were changed"):
