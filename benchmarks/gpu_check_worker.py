@@ -83,7 +83,7 @@ def join_group(rank: int, num_workers: int, device: str, store: str, timeout: ti
         torch.cuda.set_device(worker_device)
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_workers, timeout=timeout)
-    Exchange.has_shortcut = False  # a single worker also executes the route
+    Exchange.has_shortcut = False  # a single worker also selects and executes the route
     return worker_device
 
 

@@ -71,7 +71,7 @@ class Shipment:
 
     def __init__(self, payload_format: PayloadFormat, out: Tensor, payload: Tensor | None) -> None:
         self.format, self.out, self.payload = payload_format, out, payload
-        self.is_cleared, self.divisor = False, 2
+        self.is_cleared, self.divisor, self.buffers = False, 2, Buffers()
         self.rest: Any = None
 
 

@@ -82,7 +82,7 @@ class Engine:
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._chosen = copy.deepcopy(sparsifier)
         self.sparsifier: Sparsifier = self._chosen
-        if workers is None and self.workers.num_workers == 1:  # nothing to exchange
+        if workers is None and self.workers.num_workers == 1 and self.exchange.has_shortcut:  # nothing to exchange
             self.sparsifier, options = Dense(), replace(options, value_dtype="float32")
         self.options = options
         is_first = self.workers.rank == 0

@@ -53,9 +53,10 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
     elif sent.dtype == tl.uint8:
         code = sent.to(tl.int32)
         magnitude = code & 0x7F
-        normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        value = tl.where(magnitude < 8, magnitude.to(tl.float32) / 512, normal)
-        value = tl.where(magnitude == 0x7F, float("nan"), tl.where(code < 0x80, value, -value))
+        small = (magnitude.to(tl.float32) / 512).to(tl.int32, bitcast=True)
+        # The sign is a bit, because Triton before 3.9 computes -x as 0 - x, and so loses the sign of a zero.
+        bits = tl.where(magnitude < 8, small, (magnitude << 20) + (120 << 23)) | (code & 0x80) << 24
+        value = tl.where(magnitude == 0x7F, float("nan"), bits.to(tl.float32, bitcast=True))
         value = value.to(dtype) * scale
     return value
 

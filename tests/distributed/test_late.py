@@ -82,7 +82,8 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
         engine.account()
         for place, (layout, gradient) in enumerate(zip(layouts, gradients, strict=True)):
             compensated = kept[place] + gradient.float()
-            indices = sparsifier.select(compensated, layout).indices
+            # On the device, because Top-k on a GPU takes other ones of equal values than on a CPU.
+            indices = sparsifier.select(compensated.to(device), layout).indices.cpu()
             sent = torch.zeros_like(compensated)
             sent[indices] = compensated[indices]
             kept[place] = compensated - sent

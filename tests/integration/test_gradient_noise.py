@@ -29,7 +29,7 @@ class Observed(Classifier):
 @on_workers(1, process_group=False)
 def test_every_worker_adds_its_gradient_of_every_step() -> None:
     noise, model = GradientNoise(densities=(0.1,)), Observed(partial(torch.optim.SGD, lr=1e-12))
-    strategy = SimulatedWorkersStrategy(Dense(), 2, device="cpu")
+    strategy = SimulatedWorkersStrategy(Dense(), 2)
     with redirect_stdout(io.StringIO()) as printed:
         quiet_trainer(strategy, num_workers=1, max_steps=4, callbacks=[noise]).fit(model, data())
     draws = [torch.stack(of_worker) for of_worker in noise._draws]

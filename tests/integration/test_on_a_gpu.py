@@ -61,8 +61,8 @@ CASES = {
 def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[dict[str, Tensor], str]:
     case, weights = CASES[name], dict[str, Tensor]()  # at the end of training, on their device
     last = LambdaCallback(on_train_end=lambda _, module: weights.update(clones(module.named_parameters())))
-    if device == "cuda":  # each worker is a separate node, so that all share a GPU
-        os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
+    # Each worker is a separate node, so that all share a GPU.
+    os.environ["NODE_RANK"], os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
     num_workers = int(os.environ["WORLD_SIZE"])
     options = case.options
     if case.strategy is not SimulatedWorkersStrategy:
@@ -70,8 +70,8 @@ def _fit(name: str, device: str, save: str | None, resume: str | None) -> tuple[
     trainer = Trainer(
         strategy=case.strategy(**options),
         accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1 if device == "cuda" else num_workers,
-        num_nodes=num_workers if device == "cuda" else 1,
+        devices=1,
+        num_nodes=num_workers,
         precision=case.precision,
         max_steps=END,
         callbacks=[last, *([SaveAt(STOP, save)] if save else [])],

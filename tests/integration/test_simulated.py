@@ -463,7 +463,7 @@ def test_simulated_workers_use_the_given_exchange() -> None:
 )
 @on_workers(1, process_group=False)
 def test_an_exception_before_the_step_undoes_its_exchange(sparsifier: Sparsifier) -> None:
-    strategy, module = SimulatedWorkersStrategy(sparsifier, 2, device="cpu"), Failing()
+    strategy, module = SimulatedWorkersStrategy(sparsifier, 2), Failing()
     with pytest.raises(RuntimeError, match="no step"):
         quiet_trainer(strategy, max_steps=9).fit(module, data(60, 3))
     assert strategy.workers is not None

@@ -32,7 +32,8 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     """Simulates n workers of `SparseDDPStrategy` on one device, in n times the time.
 
-    Use it to study accuracy with 8 or 20 workers on one GPU or a laptop. There is one model. Each worker has its own
+    Use it to study accuracy with 8 or 20 workers on one GPU or a laptop: on the device of
+    ``Trainer(accelerator="gpu", devices=1)``. There is one model. Each worker has its own
     residual (8 bytes per parameter), shard of the data and random numbers. A step takes a batch from each worker. With
     ``exchange="gather"`` and a constant threshold, the weights equal those of n processes bit for bit. Simulated
     workers can resume checkpoints of processes, and vice versa.
@@ -50,7 +51,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         own_attributes: names of module attributes that persist between batches, such as the state of a recurrent
             network. Every worker has its own copy; a checkpoint contains rank 0's. All other attributes, except
             parameters, buffers and random numbers, are shared by all workers.
-        device: ``"auto"`` is a GPU if available.
 
     Attributes:
         workers: the workers of the running or last ``fit``, in rank order in ``workers.each``; None before.
@@ -77,7 +77,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         *,
         exchange: ExchangeMode = "gather",
         own_attributes: Sequence[str] = (),
-        device: str = "auto",
         **kwargs: Any,
     ) -> None:
         require_count("num_workers", num_workers)
@@ -86,9 +85,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self._options = self._taken(GradientOptions, kwargs, exchange=exchange)
         if isinstance(own_attributes, str) or not all(isinstance(name, str) for name in own_attributes):
             raise TypeError(f"Invalid {own_attributes=}. Must be a list of names, such as ['hidden_state'].")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(sparsifier, device=device, **kwargs)
+        super().__init__(sparsifier, **kwargs)
         self.num_workers = num_workers
         self.workers: SimulatedWorkers | None = None
         self._own_attributes = tuple(own_attributes)
@@ -97,9 +94,19 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @override
     def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        known = inspect.signature(SingleDeviceStrategy).parameters
+        known = dict(inspect.signature(SingleDeviceStrategy).parameters)
+        del known["device"]  # the Trainer's
         require_arguments(self, arguments, known, "Lightning's SingleDeviceStrategy")
         return arguments
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices that a Trainer has chosen. The strategy uses the first; ``fit`` raises an error for more."""
+        return []  # so that each Trainer sets its own
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._root_device = devices[0]
 
     @override
     def setup_environment(self) -> None:
