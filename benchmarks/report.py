@@ -59,7 +59,7 @@ def surroundings() -> dict[str, Any]:
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
     }
     versions = {"python": platform.python_version(), "linux": platform.release()}
-    versions |= {name: importlib.metadata.version(name) for name in ("torch", "lightning", "lightning-sparse")}
+    versions |= {name: importlib.metadata.version(name) for name in ("torch", "lightning")}
     if torch.cuda.is_available():
         hardware["gpu"] = torch.cuda.get_device_name()
         versions["cuda"] = str(torch.version.cuda)

@@ -180,6 +180,8 @@ class ShiftNorm(nn.BatchNorm2d):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        return functional.batch_norm(
-            input, self.running_mean, self.running_var, None, 8 * self.bias, self.training, self.momentum, self.eps
+        # Apart from the shift, because torch's backward of a shift without a scale fails on GPUs.
+        normalised = functional.batch_norm(
+            input, self.running_mean, self.running_var, None, None, self.training, self.momentum, self.eps
         )
+        return normalised + 8 * self.bias.view(1, -1, 1, 1)

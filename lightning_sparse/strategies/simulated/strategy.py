@@ -95,6 +95,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     @override
     def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         known = dict(inspect.signature(SingleDeviceStrategy).parameters)
+        if arguments.get("device") == known["device"].default:  # LightningCLI passes all defaults
+            del arguments["device"]
         del known["device"]  # the Trainer's
         require_arguments(self, arguments, known, "Lightning's SingleDeviceStrategy")
         return arguments
