@@ -32,6 +32,8 @@ ROWS = {
     "local training (`SparseModelAverager`)": (None, {}),
     "local training, `keep_drift=False`": (None, {"keep_drift": False}),
 }
+GLOO_COPIES = {'`exchange="hierarchical"`, one node': 4.0}
+"""Bytes that Gloo's all-gather of a first step needs for a copy on a GPU, unlike NCCL's."""
 ON_A_CPU = ("`TopK`", '`error_feedback="none"`', "local training (`SparseModelAverager`)")
 
 
@@ -146,6 +148,7 @@ def test_bytes_per_parameter_on_a_gpu(name):
 def check(name, device, within=0.5):
     (row,) = re.findall(rf"^\| {re.escape(name)} \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", DOCS.read_text(), re.M)
     written = [float(number) for number in row]
+    written[2] += GLOO_COPIES.get(name, 0.0) * (device == "cuda")
     sparsifier, options = ROWS[name]
     for measured in run_workers(measure, 2, sparsifier, device, options):
         assert measured == pytest.approx(written, abs=within)
