@@ -82,8 +82,8 @@ def kernels(options: argparse.Namespace) -> Section:
         rows.append([f"{elements:,}", f"{rate / 1e9:,.0f}", *cells, "yes" if holds else "no"])
     head = ["elements", "GB/s", "select, µs", "masked, µs", "average 2, µs", "16 bytes per element, µs", "in bounds"]
     bound = (
-        "Bound: select + average ≤ 1.3 x (16 bytes per element at the rate of a copy) + 50 µs, at 0.1 %. Selecting moves "
-        "12 of these bytes, and clearing the sums 4."
+        "Bound: select + average ≤ 1.3 x (16 bytes per element at the rate of a copy) + 50 µs, at 0.1 %.\n"
+        "Selecting moves 12 of these bytes, and clearing the sums 4."
     )
     return "Kernels", f"{report.table(head, rows)}\n\n{bound}", verdict if options.device == "cuda" else None
 

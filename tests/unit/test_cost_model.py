@@ -49,7 +49,7 @@ def test_the_route_goes_from_gather_to_dense_as_density_grows(num_workers, on_gp
     routes = []
     for exponent in range(40):
         selected = 10**7 * 10 ** (-exponent / 8)
-        route = costs.cheapest(selected, 1.2 * selected / num_workers, speeds(None, on_gpu=on_gpu))
+        route = costs.cheapest(selected, 1.2 * selected / num_workers, speeds(10.0, on_gpu=on_gpu))
         received = costs.received_bytes(selected, selected / num_workers)
         assert on_gpu or received[route] <= received["dense"]
         if not routes or routes[-1] != route:

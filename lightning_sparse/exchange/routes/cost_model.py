@@ -72,16 +72,17 @@ class Speeds(NamedTuple):
     add: float  # to add a received coordinate
     round: float  # for a round of messages, however small they are
     payload: float  # to start adding a payload
-    launch: float  # to launch a kernel
+    launch: float  # to prepare and launch a kernel
 
 
 def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False) -> Speeds:
-    """Return the measured speeds of CPUs or the predicted speeds of GPUs.
+    """Return the speeds of CPUs, which are measured, or of GPUs, of which only the launch is measured.
 
     CPU: 34 ns and 8 ns per coordinate at a density of 20 % without a compiler (benchmarks/selection.py), and 1.3 ns per
     byte for a Gloo all-reduce in addition to the link's time. The default link has 10 Gbit/s. On a slower link, buckets
     above a density of 10 % become dense too early, but no step is much slower than in plain DDP. GPU: about 100 bytes
-    of memory traffic per coordinate, 4 µs per launch, and 4 µs for each payload's chain of reads (docs/performance.md).
+    of memory traffic per coordinate, 60 µs of the host per launch, Python and operators included, and 4 µs for each
+    payload's chain of reads (docs/performance.md).
 
     Args:
         link_gbit_s: the rate of a worker's link, in one direction.
@@ -90,7 +91,7 @@ def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False
     """
     if on_gpu:
         link = link_gbit_s or (INSIDE_GBIT_S if is_one_node else BETWEEN_GBIT_S)
-        return Speeds(8e-9 / link, 4e-11, 4e-11, 6e-6, 4e-6, 4e-6)
+        return Speeds(8e-9 / link, 4e-11, 4e-11, 6e-6, 4e-6, 6e-5)
     return Speeds(1.3e-9 + 8e-9 / (link_gbit_s or 10.0), 34e-9, 8e-9, 70e-6, 0.0, 0.0)
 
 
