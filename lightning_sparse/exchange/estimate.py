@@ -132,16 +132,19 @@ def estimate(
     taken = bucket.seconds(selected, selected / num_workers, rates)
     route = bucket.cheapest(selected, selected / num_workers, rates)
     full_bucket = replace(whole, num_elements=min(num_elements, BUCKET_BYTES // 4))
+    dense_seconds = dense_element * num_elements + num_buckets * taken["dense"]
+    almost_nothing = bucket.seconds(1.0, 1.0, rates)["gather"]
+    can_gain = sparse_element * num_elements + num_buckets * almost_nothing < dense_seconds
     return Estimate(
         num_elements=num_elements,
         num_workers=num_workers,
         gbit_per_s=float(gbit_per_s),
         density=density,
-        dense_seconds=dense_element * num_elements + num_buckets * taken["dense"],
+        dense_seconds=dense_seconds,
         sparse_seconds=sparse_element * num_elements + num_buckets * taken[route],
         dense_bytes=received["dense"],
         sparse_bytes=received[route],
-        break_even=full_bucket.break_even_density(rates),
+        break_even=full_bucket.break_even_density(rates) if can_gain else 0.0,
         compute_seconds=compute_seconds,
     )
 

@@ -61,6 +61,8 @@ def test_an_estimate_prints_a_verdict():
     assert "computation" not in str(estimate(1000, num_workers=2, gbit_per_s=1))
     fast = estimate(10_000, num_workers=2, gbit_per_s=5000, on_gpu=True)
     assert fast.break_even == pytest.approx(0, abs=1e-6)
+    # Between routes, the sparse one would win at low densities, but selecting costs more than it saves.
+    assert estimate(124_000_000, num_workers=8, gbit_per_s=2400, on_gpu=True).break_even == 0
     assert "2 workers, 5000 Gbit/s each" in str(fast)
     assert str(fast).endswith("A dense exchange is fastest at any density: use strategy='ddp'.")
 
