@@ -455,6 +455,15 @@ def test_simulated_workers_use_the_given_exchange() -> None:
     assert gathered.payload_bytes < gathered.dense_bytes <= dense.payload_bytes
 
 
+def test_workers_use_the_first_device_of_the_trainer() -> None:
+    strategy = SimulatedWorkersStrategy(TopK(0.1), 2)
+    strategy.parallel_devices = [torch.device("cuda", 1)]  # as Lightning sets it
+    assert strategy.root_device == torch.device("cuda", 1)
+    assert quiet_trainer(strategy).strategy.root_device == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"Got device='cuda'\. Set Trainer\(accelerator=…, devices=1\)"):
+        SimulatedWorkersStrategy(TopK(0.1), 2, device="cuda")
+
+
 # Hooks, monitors and warnings.
 
 

@@ -94,10 +94,10 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @override
     def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        known = dict(inspect.signature(SingleDeviceStrategy).parameters)
-        if arguments.get("device") == known["device"].default:  # LightningCLI passes all defaults
-            del arguments["device"]
-        del known["device"]  # the Trainer's
+        known = inspect.signature(SingleDeviceStrategy).parameters
+        device = arguments.pop("device", known["device"].default)  # a command line passes the default
+        if device != known["device"].default:
+            raise ValueError(f"Got {device=}. Set Trainer(accelerator=…, devices=1), and workers use its device.")
         require_arguments(self, arguments, known, "Lightning's SingleDeviceStrategy")
         return arguments
 
