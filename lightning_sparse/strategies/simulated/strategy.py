@@ -97,7 +97,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         known = inspect.signature(SingleDeviceStrategy).parameters
         device = arguments.pop("device", known["device"].default)  # a command line passes the default
         if device != known["device"].default:
-            raise ValueError(f"Got {device=}. Set Trainer(accelerator=…, devices=1), and workers use its device.")
+            raise ValueError(f"Got {device=}. Workers use the device of Trainer(accelerator='gpu', devices=1).")
         require_arguments(self, arguments, known, "Lightning's SingleDeviceStrategy")
         return arguments
 
