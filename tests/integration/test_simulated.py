@@ -460,7 +460,7 @@ def test_workers_use_the_first_device_of_the_trainer() -> None:
     strategy.parallel_devices = [torch.device("cuda", 1)]  # as Lightning sets it
     assert strategy.root_device == torch.device("cuda", 1)
     assert quiet_trainer(strategy).strategy.root_device == torch.device("cpu")
-    with pytest.raises(ValueError, match="Got device='cuda'. Workers use the device of Trainer"):
+    with pytest.raises(ValueError, match=r"Got device='cuda'\. Workers use the device of Trainer"):
         SimulatedWorkersStrategy(TopK(0.1), 2, device="cuda")
 
 
