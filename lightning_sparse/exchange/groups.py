@@ -18,16 +18,40 @@ from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.workers import Workers
 
 _T = TypeVar("_T")
+_c10d: Any = dist.distributed_c10d
 _users: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 """Number of open exchanges per group."""
 _cache_by_world: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Any]]" = WeakKeyDictionary()
 """Meshes and groups by world, because a group and its threads last as long as its world."""
 
 
-def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: str) -> dist.ProcessGroup:
+class _SerialGloo(getattr(dist, "ProcessGroupGloo", object)):  # type: ignore[misc]
+    """Gloo with one thread for collectives instead of two.
+
+    HACK: with two threads, gathering a DTensor corrupts the heap in rare cases. In ``ProcessGroupGloo::runLoop``, each
+    thread assigns the name of its completed collective to ``pgStatus_->lastCompletedWorkName`` without a lock (torch
+    2.13 and 2.15). If the kernel interrupts a thread there until the other has completed the next collective, both free
+    the old name. Names of at most 15 characters are not on the heap. DTensor's ``ALLGATHER_COALESCED`` is.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options = gloo._Options()
+        options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+        options._timeout, options._threads = timeout, 1
+        for name, value in others.items():
+            setattr(options, name, value)
+        super().__init__(store, rank, size, options)
+
+
+def new_group(
+    parent: dist.ProcessGroup | None, global_ranks: list[int], name: str, *, is_serial: bool = False
+) -> dist.ProcessGroup:
     """Return a new group of these ranks with the parent's timeout. Collective for these ranks only.
 
-    All ranks pass the same new name, with which the group's keys in the store start.
+    All ranks pass the same new name, with which the group's keys in the store start. Groups whose ranks gather DTensors
+    are serial: Gloo runs one collective at a time (``_SerialGloo``).
     """
     world = dist.group.WORLD
     assert world is not None
@@ -39,10 +63,14 @@ def new_group(parent: dist.ProcessGroup | None, global_ranks: list[int], name: s
     # Up to torch 2.14 (pull request 189073), a group reuses the keys of an ended group with the same ranks. Workers
     # would find outdated addresses there and wait for each other forever.
     _world.pg_map[world] = (backend, PrefixStore(name, store))
+    gloo = getattr(dist, "ProcessGroupGloo", None)
     try:
+        if is_serial:
+            _c10d.ProcessGroupGloo = _SerialGloo  # torch ignores pg_options for Gloo
         made = dist.new_group(global_ranks, timeout=timeout, use_local_synchronization=True)
     finally:
         _world.pg_map[world] = (backend, store)
+        _c10d.ProcessGroupGloo = gloo
     assert isinstance(made, dist.ProcessGroup)  # torch returns a number to non-members
     return made
 
@@ -137,7 +165,7 @@ def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
 
     Args:
         device_type: type of its devices.
-        shape: number of ranks along each dimension.
+        shape: number of ranks along each dimension; the first dimension is that of replicas.
         names: names of the dimensions.
     """
 
@@ -148,7 +176,8 @@ def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
         groups = []
         for dimension, name in enumerate(names):
             index = tuple(slice(None) if axis == dimension else at for axis, at in enumerate(coordinates))
-            groups.append(new_group(None, ranks[index].tolist(), f"lightning_sparse/{seed}/{name}"))
+            name = f"lightning_sparse/{seed}/{name}"
+            groups.append(new_group(None, ranks[index].tolist(), name, is_serial=dimension > 0))
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
     return _once((device_type, shape, names), make)
