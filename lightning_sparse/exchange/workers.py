@@ -123,7 +123,8 @@ class Workers:
         """Replace floating-point or complex tensors by their mean, the same bits on all workers. Collective."""
         if self.num_workers == 1:
             return
-        for batch in _take_tensors(_as_real(tensors), MESSAGE_BYTES):  # type: ignore[no-untyped-call]
+        filled = [tensor for tensor in _as_real(tensors) if tensor.numel()]  # torch 2.8 loses the shape of others
+        for batch in _take_tensors(filled, MESSAGE_BYTES):  # type: ignore[no-untyped-call]
             flat = torch.cat([tensor.flatten() for tensor in batch])
             flat = flat if flat.dtype == torch.float64 else flat.float()
             self.all_reduce(flat).wait()
