@@ -203,14 +203,14 @@ def pack_block(
     marks = tl.load(bits + begin // 32 + word, mask=word * 32 < length, other=0).to(tl.uint32, bitcast=True)
     ones = _bit_count(marks)
     position = tl.cumsum(ones, 0) - ones
-    for _ in range(tl.max(ones, 0)):  # each round takes a coordinate of every word
+    for _round in range(tl.max(ones, 0)):  # each takes a coordinate of every word
         marked = marks != 0
         without_lowest = marks & (marks - 1)
         at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
         fits = marked & (position < room)
         p = tl.load(residual + begin + at, mask=fits, other=0.0)
         excess = _of_run(excesses, run_starts, first_run, begin, at, p)
-        encoded, _, kept = sent_and_kept(p, excess, scale, values.dtype.element_ty, LIMIT)
+        encoded, _sent, kept = sent_and_kept(p, excess, scale, values.dtype.element_ty, LIMIT)
         tl.store(values + earlier + position, encoded, mask=fits)
         tl.store(offsets + earlier + position, (first_offset + at).to(tl.int16), mask=fits)
         tl.store(residual + begin + at, kept, mask=fits)

@@ -95,8 +95,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)  # exchanges the first buckets of a static graph
         # Before Lightning 2.6 (pull request 21251), they stay local in manual optimization.
-        is_done = self._pl_static_graph_delay_done or self._module.automatic_optimization
-        if isinstance(self.model, DistributedDataParallel) and self.model.static_graph and not is_done:
+        if (
+            isinstance(self.model, DistributedDataParallel)
+            and self.model.static_graph
+            and not (self._pl_static_graph_delay_done or self._module.automatic_optimization)
+        ):
             self.model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
             self._pl_static_graph_delay_done = True
         if self.state is not None:
