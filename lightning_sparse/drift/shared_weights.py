@@ -35,8 +35,9 @@ class SharedWeights:
 
     @property
     def was_written_to(self) -> bool:
-        """Whether the shared weights have been changed."""
-        return self.is_shown and self._marks_of_shared != self._marks()
+        """Whether the shared weights have other values; writing equal values, as DDP's broadcast does, is no change."""
+        is_marked = self.is_shown and self._marks_of_shared != self._marks()
+        return is_marked and not torch.equal(self._norms(), self._norms_of_shared)
 
     def take_mean(self) -> None:
         """Set the module to all workers' mean unless it has shared weights. Collective."""
@@ -57,7 +58,7 @@ class SharedWeights:
     @torch.no_grad()
     def give_back(self) -> None:
         """Restore the module's own weights and buffers, with a warning if shared weights were changed."""
-        if self.was_written_to and not torch.equal(self._norms(), self._norms_of_shared):
+        if self.was_written_to:
             rank_zero_warn(
                 "lightning_sparse: weights were changed while the model had the mean of all workers' weights, in "
                 "validation or before the first batch of a resumed run. The change is lost, because each worker gets "

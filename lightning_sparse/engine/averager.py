@@ -196,7 +196,7 @@ class Averager:
         Without a Trainer, save one file per worker. The state consists of plain containers and copies, so
         ``torch.load(weights_only=True)`` reads it. Collective only for averagers of drifts with ``overlap=True``.
         """
-        return sealed(self.place | copied(vars(self.snapshot())))
+        return sealed({"kind": self.kind} | self.place | copied(vars(self.snapshot())))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from ``state_dict`` of the worker of the same rank, before the first step.
@@ -206,11 +206,16 @@ class Averager:
         """
         names = [field.name for field in fields(Snapshot)]
         found = list(saved) if isinstance(saved, Mapping) else []
-        missing = [name for name in (*self.place, *names) if name not in found]
+        missing = [name for name in ("kind", *self.place, *names) if name not in found]
         if missing:
             raise RuntimeError(
                 f"This is not the state of a {type(self).__name__}: it has {', '.join(map(str, found)) or 'nothing'}, "
                 f"and lacks {', '.join(missing)}."
+            )
+        if saved["kind"] != self.kind:
+            raise RuntimeError(
+                f"This is a state of {saved['kind']}, but {type(self).__name__} exchanges {self.kind}. Load the result "
+                "of its own state_dict()."
             )
         if any(saved[name] != here for name, here in self.place.items()):
             raise RuntimeError(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.options import ExchangeOptions
-from lightning_sparse.engine.snapshot import Snapshot
+from lightning_sparse.engine.snapshot import Snapshot, not_plain
 from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.wire import wire_of
@@ -229,9 +229,9 @@ class Engine:
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))
         sparsifier: object = self._chosen.state_dict(numbers["next_step"])
-        if not isinstance(sparsifier, dict):
+        if other := type(sparsifier).__name__ if not isinstance(sparsifier, dict) else not_plain(sparsifier):
             name = type(self._chosen).__name__
-            raise TypeError(f"{name}.state_dict returned {type(sparsifier).__name__}. Return a dict of plain values.")
+            raise TypeError(f"{name}.state_dict returned {other}. Return a dict of plain values.")
         history = {"exchange": numbers.pop("exchange"), "sparsifier": sparsifier}
         return Snapshot(numbers, history)
 

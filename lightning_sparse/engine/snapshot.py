@@ -54,6 +54,16 @@ def copied(tree: Any) -> Any:
     return [copied(entry) for entry in tree] if isinstance(tree, list) else tree
 
 
+def not_plain(tree: Any) -> str | None:
+    """Return the type of a value that ``torch.load(weights_only=True)`` does not read, None if there is none."""
+    if isinstance(tree, Tensor) or type(tree) in (type(None), bool, int, float, complex, str):
+        return None
+    if isinstance(tree, (Mapping, list, tuple, set)):
+        entries = [*tree, *tree.values()] if isinstance(tree, Mapping) else tree
+        return next(filter(None, map(not_plain, entries)), None)
+    return f"values of type {type(tree).__module__}.{type(tree).__qualname__}"
+
+
 def unsent_norm(unsent: Mapping[str, Tensor]) -> float:
     """Return the norm ‖e‖ of a worker's unsent values."""
     return sqrt(sum(float(squared_norm(tensor.flatten())) for tensor in unsent.values()))

@@ -115,8 +115,8 @@ def estimate(
         raise TypeError(f"Invalid {model=}. Must be a module or the number of its parameters.")
     if isinstance(model, nn.Module) and any(map(nn.parameter.is_lazy, model.parameters())):
         raise ValueError("The model has uninitialised layers. Run a batch through it first.")
-    if compute_seconds is not None and (not is_number(compute_seconds) or not compute_seconds >= 0):
-        raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0, in seconds.")
+    if compute_seconds is not None and (not is_number(compute_seconds) or not 0 <= compute_seconds < inf):
+        raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0 and finite, in seconds.")
     require_word("value_dtype", value_dtype, get_args(ValueDtype))
     require_density(density, "one in a thousand")
     num_elements = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -23,7 +23,14 @@ from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fuse
 from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
 from lightning_sparse.selection.own_sums import OwnSums
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun, exceed
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, Selection, Sparsifier, in_order
+from lightning_sparse.sparsifiers.protocol import (
+    LayerLayout,
+    MarkingSparsifier,
+    Selection,
+    Sparsifier,
+    in_order,
+    require_marks,
+)
 
 
 class Extraction:
@@ -174,7 +181,7 @@ class Extraction:
         """Fills by a mask, without a wait for the device: indices would synchronise, and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
-        marks = self._sparsifier.mark(compensated, bucket.layout)
+        marks = require_marks(self._sparsifier.mark(compensated, bucket.layout), compensated)
         for start, end in bucket.left_out:
             marks[start:end] = False
         values = self._sparsifier.values(compensated, bucket.layout)

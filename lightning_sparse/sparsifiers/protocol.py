@@ -212,6 +212,14 @@ class Sparsifier(ABC):
         }
 
 
+def require_marks(marks: object, compensated: Tensor) -> Tensor:
+    """Return the result of ``MarkingSparsifier.mark`` if it is a mask of the bucket's shape; else raise TypeError."""
+    if isinstance(marks, Tensor) and marks.dtype == torch.bool and marks.shape == compensated.shape:
+        return marks
+    found = f"{marks.dtype} of shape {tuple(marks.shape)}" if isinstance(marks, Tensor) else repr(marks)
+    raise TypeError(f"A sparsifier marked {found}. Return a mask of torch.bool of shape {tuple(compensated.shape)}.")
+
+
 class MarkingSparsifier(Sparsifier):
     """A sparsifier that selects by a mask, so that the host does not wait for a GPU's count."""
 
@@ -225,7 +233,7 @@ class MarkingSparsifier(Sparsifier):
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
         """Returns the marked coordinates; see `Sparsifier.select`."""
-        indices = self.mark(compensated, layout).nonzero().squeeze(1)
+        indices = require_marks(self.mark(compensated, layout), compensated).nonzero().squeeze(1)
         return Selection(indices, self.values(compensated, layout)[indices])
 
 

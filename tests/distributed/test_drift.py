@@ -153,7 +153,11 @@ def test_errors_of_averagers_name_the_remedy():
         (lambda: SparseModelAverager(3, fixed), "Invalid module=3. Must be a torch.nn.Module"),
         (lambda: SparseModelAverager(build_model(), 0.1), "Expected a sparsifier such as .*, got 0.1"),
         *((partial(averaged_by, outer), "Must return a torch.optim.Optimizer") for outer in (torch.optim.LBFGS, list)),
-        (lambda: averaged_by(None).load_state_dict(None), "it has nothing, and lacks world_size, rank"),
+        (lambda: averaged_by(None).load_state_dict(None), "it has nothing, and lacks kind, world_size, rank"),
+        (
+            lambda: older.load_state_dict(older.state_dict() | {"kind": "gradients"}),
+            "gradients, but .* exchanges drifts",
+        ),
         (lambda: averaged_by(None).subscribe(3), "Invalid receiver=3. Must be a function of StepStats"),
         (lambda: SparseModelAverager(build_model().requires_grad_(False), fixed), "nothing to average"),
         (

@@ -3,6 +3,7 @@
 import copy
 import io
 
+import numpy
 import numpy as np
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_a_resumed_loop_equals_an_uninterrupted_loop(num_workers, sparsifier):
     for straight, resumed in run_workers(_stop_and_go_on, num_workers, sparsifier):
         assert any(residual.any() for residual in straight[2]["own"]["unsent"].values())
         for expected, found in zip(straight, resumed, strict=True):
-            for plain in {"numbers", "seal"} & expected.keys():
+            for plain in {"kind", "numbers", "seal"} & expected.keys():
                 assert expected.pop(plain) == found.pop(plain)
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -141,15 +142,19 @@ def test_an_epoch_begins_anew_after_a_load_or_reset():
 
 
 class OfAnotherKind(HardThreshold):
+    returned = None
+
     def state_dict(self, next_step):
-        return [next_step]
+        return self.returned
 
 
 @on_workers(2)
-def test_load_state_dict_rejects_other_types_than_dicts():
+def test_the_state_of_a_sparsifier_must_be_a_dict_of_plain_values():
     *_, state = begin(OfAnotherKind(threshold=0.1))
-    with pytest.raises(TypeError, match=r"OfAnotherKind.state_dict returned list. Return a dict"):
-        state.state_dict()
+    for returned, found in (([1], "list"), ({"mean": [numpy.float64(1)]}, "values of type numpy.float64")):
+        OfAnotherKind.returned = returned
+        with pytest.raises(TypeError, match=f"OfAnotherKind.state_dict returned {found}. Return a dict"):
+            state.state_dict()
 
 
 class Watching(HardThreshold):

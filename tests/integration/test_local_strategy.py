@@ -358,6 +358,13 @@ def test_weights_loaded_after_training_are_saved(tmp_path: Path) -> None:
     model = WithAdam()
     trainer = local_trainer(SaveAt(3, str(tmp_path / "best.ckpt")), max_steps=6)
     trainer.fit(model, ResumableData(100))
+    saved = []
+    for _ in range(2):
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        saved.append(torch.load(tmp_path / "last.ckpt", weights_only=True)["lightning_sparse"]["workers"])
+        trainer.validate(model, ResumableData(2), verbose=False)  # broadcasts equal weights
+    assert len(saved[1]) == 2
+    torch.testing.assert_close(saved[1], saved[0], rtol=0, atol=0)
     trainer.test(model, ResumableData(2), ckpt_path=tmp_path / "best.ckpt", verbose=False)
     trainer.save_checkpoint(tmp_path / "again.ckpt")
     best, again = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("best", "again"))

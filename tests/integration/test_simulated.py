@@ -644,6 +644,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("on_before_batch_transfer, which would", Classifier, Transferring, {}),
     ("sync_batchnorm", Classifier, data, {"sync_batchnorm": True}),
     ("devices=2 on 1 nodes", Classifier, data, {"num_workers": 2}),
+    ("devices=1 on 2 nodes", Classifier, data, {"num_nodes": 2}),
     ("no first_one", Classifier, data, {"own_attributes": ["first_one"]}),
     ("first is not a plain attribute of Classifier", Classifier, data, {"own_attributes": ["first"]}),
     ("_parameters is not a plain attribute", Classifier, data, {"own_attributes": ["_parameters"]}),

@@ -1,6 +1,7 @@
 """Estimates of an exchange against measured steps and against sums by hand."""
 
 import json
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,7 @@ def test_an_estimate_prints_a_verdict():
         ({"density": 0.0}, "Invalid density=0.0"),
         ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),
         ({"compute_seconds": -1.0}, "Invalid compute_seconds=-1.0. Must be at least 0"),
+        ({"compute_seconds": inf}, "Invalid compute_seconds=inf. Must be at least 0 and finite"),
         ({"model": nn.ReLU()}, "Got 0 elements to exchange"),
         ({"model": nn.LazyLinear(3)}, "The model has uninitialised layers"),
     ],

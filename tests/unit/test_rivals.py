@@ -17,7 +17,7 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from lightning_sparse.sparsifiers.protocol import WholeStep, in_order
+from lightning_sparse.sparsifiers.protocol import WholeStep, in_order, require_marks
 from lightning_sparse.sparsifiers.top_k import kth_largest_magnitude
 from tests.unit.strategies import DTYPES, buckets, values
 
@@ -161,6 +161,12 @@ DOUBLES = torch.arange(2), torch.ones(2, dtype=torch.float64)
 def test_in_order_rejects_other_types_than_selections(selection):
     with pytest.raises(TypeError, match="Return a Selection of indices and values"):
         in_order(selection, 4, torch.float32)
+
+
+@pytest.mark.parametrize("marks", [None, torch.ones(4), torch.ones(3, dtype=torch.bool)])
+def test_marks_must_be_a_mask_of_the_bucket(marks):
+    with pytest.raises(TypeError, match=r"A sparsifier marked .*\. Return a mask of torch.bool of shape \(4,\)"):
+        require_marks(marks, torch.zeros(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,9 +30,10 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
             "The search for a batch size (BatchSizeFinder, Tuner.scale_batch_size) supports only one worker, as with "
             "DDP. Search with Trainer(devices=1) without a strategy, and set the result."
         )
-    devices = len(trainer._accelerator_connector._parallel_devices)
-    if devices != 1 or trainer.num_nodes != 1:
-        refuse(f"devices={devices} on {trainer.num_nodes} nodes: all run on one device, so set devices=1")
+    connector = trainer._accelerator_connector
+    devices, nodes = len(connector._parallel_devices), connector._num_nodes_flag
+    if devices != 1 or nodes != 1:
+        refuse(f"devices={devices} on {nodes} nodes: all run on one device, so set devices=1")
     if trainer._accelerator_connector._layer_sync is not None:
         refuse("sync_batchnorm")
     for owner, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
