@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+import lightning_sparse
+
 RESULTS = Path("benchmarks/results")
 
 
@@ -60,6 +62,7 @@ def surroundings() -> dict[str, Any]:
     }
     versions = {"python": platform.python_version(), "linux": platform.release()}
     versions |= {name: importlib.metadata.version(name) for name in ("torch", "lightning")}
+    versions["lightning-sparse"] = lightning_sparse.__version__  # need not be installed
     if torch.cuda.is_available():
         hardware["gpu"] = torch.cuda.get_device_name()
         versions["cuda"] = str(torch.version.cuda)

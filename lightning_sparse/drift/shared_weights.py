@@ -26,7 +26,7 @@ class SharedWeights:
         self._module, self._exchange, self._workers = module, exchange, workers
         self.own: dict[str, Tensor] = {}
         self._marks_of_shared: list[tuple[int, int]] = []
-        self._norms_of_shared = torch.zeros(0)
+        self._hashes_of_shared = torch.zeros(0)
 
     @property
     def is_shown(self) -> bool:
@@ -35,9 +35,9 @@ class SharedWeights:
 
     @property
     def was_written_to(self) -> bool:
-        """Whether the shared weights have other values; writing equal values, as DDP's broadcast does, is no change."""
+        """Whether the shared weights have other values. DDP's broadcast writes equal values, which is no change."""
         is_marked = self.is_shown and self._marks_of_shared != self._marks()
-        return is_marked and not torch.equal(self._norms(), self._norms_of_shared)
+        return is_marked and not torch.equal(self._hashes(), self._hashes_of_shared)
 
     def take_mean(self) -> None:
         """Set the module to all workers' mean unless it has shared weights. Collective."""
@@ -144,11 +144,10 @@ class SharedWeights:
         return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}
 
     def _note_shared(self) -> None:
-        self._marks_of_shared, self._norms_of_shared = self._marks(), self._norms()
+        self._marks_of_shared, self._hashes_of_shared = self._marks(), self._hashes()
 
-    def _norms(self) -> Tensor:
-        norms = torch._foreach_norm([*self.weights().values()])
-        return torch.stack([norm.double() for norm in norms]).nan_to_num()
+    def _hashes(self) -> Tensor:
+        return fingerprints([*self.weights().values()])
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(weight.data_ptr(), weight._version) for weight in self.weights().values()]

@@ -119,7 +119,9 @@ def estimate(
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0 and finite, in seconds.")
     require_word("value_dtype", value_dtype, get_args(ValueDtype))
     require_density(density, "one in a thousand")
-    num_elements = model if isinstance(model, int) else sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = [] if isinstance(model, int) else [weight for weight in model.parameters() if weight.requires_grad]
+    sizes = (weight.numel() * (2 if weight.is_complex() else 1) for weight in trained)
+    num_elements = model if isinstance(model, int) else sum(sizes)
     if num_elements < 1:
         raise ValueError(f"Got {num_elements} elements to exchange. Must be at least 1: check requires_grad.")
     rates = speeds(gbit_per_s, on_gpu=on_gpu)

@@ -208,7 +208,10 @@ class Extraction:
 
     def _fill_selected(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
+        version = compensated._version
         selected = self._sparsifier.select(compensated, bucket.layout)
+        if compensated._version != version:
+            raise ValueError("A sparsifier changed the compensated gradient in place. Select from a copy.")
         if not self._is_marking:
             selected = in_order(selected, bucket.layout.num_elements, compensated.dtype)
         if bucket.left_out:

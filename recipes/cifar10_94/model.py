@@ -184,4 +184,4 @@ class ShiftNorm(nn.BatchNorm2d):
         normalised = functional.batch_norm(
             input, self.running_mean, self.running_var, None, None, self.training, self.momentum, self.eps
         )
-        return normalised + 8 * self.bias.view(1, -1, 1, 1)
+        return normalised + (8 * self.bias).to(normalised.dtype).view(1, -1, 1, 1)

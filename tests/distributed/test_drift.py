@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK
 from tests.distributed.drift_simulation import anchor_of, flat
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
 from tests.workers import of_all_workers, on_workers
@@ -133,6 +133,11 @@ def averaged_by(outer):
     return SparseModelAverager(build_model(), HardThreshold(threshold=0.1), DriftOptions(outer_optimizer=outer))
 
 
+class Zeroing(TopK):
+    def select(self, compensated, layout):
+        return super().select(compensated.zero_(), layout)
+
+
 @on_workers(2)
 def test_errors_of_averagers_name_the_remedy():
     fixed = HardThreshold(threshold=0.1)
@@ -168,6 +173,7 @@ def test_errors_of_averagers_name_the_remedy():
         (lambda: DriftOptions(keep_drift=False, drift_decay="0.5"), r"\(0, 1\]"),
         (lambda: DriftOptions(outer_optimizer=0.7), r"partial\(torch.optim.SGD"),
         (lambda: DriftOptions(overlap="yes"), "True or False"),
+        (SparseModelAverager(build_model(), Zeroing(0.1)).step, "changed the compensated gradient in place"),
         (closed.step, "was closed"),
         (older.step, r"step\(\) of the newest"),
         (part.step, r"step\(\) of the newest"),

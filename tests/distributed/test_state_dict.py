@@ -3,7 +3,6 @@
 import copy
 import io
 
-import numpy
 import numpy as np
 import pytest
 import torch
@@ -151,7 +150,7 @@ class OfAnotherKind(HardThreshold):
 @on_workers(2)
 def test_the_state_of_a_sparsifier_must_be_a_dict_of_plain_values():
     *_, state = begin(OfAnotherKind(threshold=0.1))
-    for returned, found in (([1], "list"), ({"mean": [numpy.float64(1)]}, "values of type numpy.float64")):
+    for returned, found in (([1], "list"), ({"mean": [np.float64(1)]}, "values of type numpy.float64")):
         OfAnotherKind.returned = returned
         with pytest.raises(TypeError, match=f"OfAnotherKind.state_dict returned {found}. Return a dict"):
             state.state_dict()

@@ -365,6 +365,10 @@ def test_weights_loaded_after_training_are_saved(tmp_path: Path) -> None:
         trainer.validate(model, ResumableData(2), verbose=False)  # broadcasts equal weights
     assert len(saved[1]) == 2
     torch.testing.assert_close(saved[1], saved[0], rtol=0, atol=0)
+    with torch.no_grad():
+        model.first.weight.neg_()  # has the same norm
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["lightning_sparse"]["workers"] == []
     trainer.test(model, ResumableData(2), ckpt_path=tmp_path / "best.ckpt", verbose=False)
     trainer.save_checkpoint(tmp_path / "again.ckpt")
     best, again = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("best", "again"))

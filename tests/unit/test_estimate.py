@@ -5,6 +5,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_sparse import estimate
@@ -49,6 +50,10 @@ def test_estimate_counts_only_trained_parameters():
     model = nn.Sequential(nn.Linear(100, 10), nn.Linear(10, 10))
     model[1].requires_grad_(False)
     assert estimate(model, num_workers=2, gbit_per_s=1).num_elements == 1010
+    assert (
+        estimate(nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]), num_workers=2, gbit_per_s=1).num_elements
+        == 6
+    )
 
 
 def test_an_estimate_prints_a_verdict():
