@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_sparse.engine.snapshot import copied
 from lightning_sparse.engine.step_stats import StepStats
+from lightning_sparse.sparsifiers.protocol import require_flag
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 from lightning_sparse.strategies.step_log import NumberLog
 
@@ -28,8 +29,7 @@ class StepMonitor(Callback):
     """
 
     def __init__(self, per_layer: bool, name: str, total: Metric) -> None:
-        if not isinstance(per_layer, bool):
-            raise ValueError(f"Invalid {per_layer=}. Must be True or False.")
+        require_flag("per_layer", per_layer)
         self.per_layer = per_layer
         self._name, self._total = name, total
         total.persistent(True)

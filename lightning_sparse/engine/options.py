@@ -12,7 +12,7 @@ from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.routes.cost_model import require_link
 from lightning_sparse.exchange.wire import DTYPES, MOST_STEPS, ValueDtype
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
-from lightning_sparse.sparsifiers.protocol import Sparsifier, is_number, require_count, require_word
+from lightning_sparse.sparsifiers.protocol import Sparsifier, is_number, require_count, require_flag, require_word
 
 Options = TypeVar("Options", bound="ExchangeOptions")
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
@@ -150,8 +150,7 @@ class DriftOptions(ExchangeOptions):
         super().__post_init__()
         require_count("every_n_steps", self.every_n_steps)
         for name in ("keep_drift", "overlap"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be True or False.")
+            require_flag(name, getattr(self, name))
         if not (is_number(self.drift_decay) and 0 < self.drift_decay <= 1):
             raise ValueError(f"Invalid drift_decay={self.drift_decay!r}. Must be within (0, 1].")
         if self.keep_drift and self.drift_decay != 1:

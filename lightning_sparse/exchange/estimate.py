@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_sparse.exchange.routes.cost_model import Costs, speeds
 from lightning_sparse.exchange.wire import DTYPES, ValueDtype
-from lightning_sparse.sparsifiers.protocol import is_number, require_count, require_density, require_word
+from lightning_sparse.sparsifiers.protocol import is_number, require_count, require_density, require_flag, require_word
 
 BUCKET_BYTES = 25 * 2**20
 """Default size of DDP's buckets."""
@@ -119,6 +119,7 @@ def estimate(
         raise ValueError(f"Invalid {compute_seconds=}. Must be at least 0 and finite, in seconds.")
     require_word("value_dtype", value_dtype, get_args(ValueDtype))
     require_density(density, "one in a thousand")
+    require_flag("on_gpu", on_gpu)
     trained = [] if isinstance(model, int) else [weight for weight in model.parameters() if weight.requires_grad]
     sizes = (weight.numel() * (2 if weight.is_complex() else 1) for weight in trained)
     num_elements = model if isinstance(model, int) else sum(sizes)

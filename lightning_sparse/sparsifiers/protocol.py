@@ -254,6 +254,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def require_flag(name: str, value: object) -> None:
+    """Raises ValueError unless this is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"Invalid {name}={value!r}. Must be True or False.")
+
+
 def require_count(name: str, value: object, least: int = 1, instead: str = "") -> None:
     """Raises ValueError unless this is a whole number, at least ``least``. ``instead`` ends the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

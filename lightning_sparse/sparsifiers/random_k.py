@@ -6,7 +6,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, require_count, require_density
+from lightning_sparse.sparsifiers.protocol import (
+    LayerLayout,
+    MarkingSparsifier,
+    require_count,
+    require_density,
+    require_flag,
+)
 from lightning_sparse.sparsifiers.top_k import mark_by_layer
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -28,8 +34,7 @@ class RandomK(MarkingSparsifier):
         seed: at least 0.
 
     Raises:
-        ValueError: a density outside (0, 1], or a seed that is no whole number of at least 0.
-        TypeError: a ``same_on_all`` that is neither True nor False.
+        ValueError: a density outside (0, 1], an invalid seed, or a ``same_on_all`` that is not True or False.
 
     Example:
         >>> layout = LayerLayout(names=("weight",), sizes=(8,))
@@ -40,8 +45,7 @@ class RandomK(MarkingSparsifier):
     def __init__(self, density: float = 0.001, *, same_on_all: bool = True, seed: int = 0) -> None:
         require_density(density, "0.1 % of each layer")
         require_count("seed", seed, least=0)
-        if not isinstance(same_on_all, bool):
-            raise TypeError(f"Invalid {same_on_all=}. Must be True or False.")
+        require_flag("same_on_all", same_on_all)
         self.density = density
         self.same_on_all = same_on_all
         self.seed = seed

@@ -9,7 +9,7 @@ from lightning_sparse.strategies.local import LocalTraining, SparseLocalStrategy
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
-class ByThreshold(SparseStrategy):
+class HardThresholdStrategy(SparseStrategy):
     """Takes the options of `HardThreshold` instead of a sparsifier.
 
     Args:
@@ -30,7 +30,7 @@ class ByThreshold(SparseStrategy):
         super().__init__(self._taken(HardThreshold, kwargs, threshold=threshold, density=density), **kwargs)
 
 
-class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):
+class DDPHardThresholdStrategy(HardThresholdStrategy, SparseDDPStrategy):
     """DDP that sends coordinates with an error-compensated magnitude of at least λ.
 
     The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
@@ -38,7 +38,7 @@ class DDPHardThresholdStrategy(ByThreshold, SparseDDPStrategy):
     """
 
 
-class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
+class LocalHardThresholdStrategy(HardThresholdStrategy, SparseLocalStrategy):
     """Local training that sends weight changes larger than a constant threshold λ.
 
     After an exchange, each worker's weights are less than λ from the anchor. λ is in the units of the parameters.
@@ -46,14 +46,14 @@ class LocalHardThresholdStrategy(ByThreshold, SparseLocalStrategy):
     """
 
 
-class HSDPHardThresholdStrategy(ByThreshold, SparseHSDPStrategy):
+class HSDPHardThresholdStrategy(HardThresholdStrategy, SparseHSDPStrategy):
     """FSDP2 inside replicas, and a hard threshold λ on gradients between replicas.
 
     Registered as ``Trainer(strategy="hsdp_hardthreshold")``. `SparseHSDPStrategy` describes how to write a model.
     """
 
 
-class LocalHSDPHardThresholdStrategy(ByThreshold, SparseLocalHSDPStrategy):
+class LocalHSDPHardThresholdStrategy(HardThresholdStrategy, SparseLocalHSDPStrategy):
     """FSDP2 inside replicas, and local training with a hard threshold λ between replicas.
 
     Registered as ``Trainer(strategy="local_hsdp_hardthreshold")``. `SparseHSDPStrategy` describes how to write a model.

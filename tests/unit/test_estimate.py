@@ -84,6 +84,7 @@ def test_an_estimate_prints_a_verdict():
         ({"gbit_per_s": "1gbit"}, "Invalid gbit_per_s='1gbit'"),
         ({"density": 0.0}, "Invalid density=0.0"),
         ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),
+        ({"on_gpu": "yes"}, "Invalid on_gpu='yes'. Must be True or False"),
         ({"compute_seconds": -1.0}, "Invalid compute_seconds=-1.0. Must be at least 0"),
         ({"compute_seconds": inf}, "Invalid compute_seconds=inf. Must be at least 0 and finite"),
         ({"model": nn.ReLU()}, "Got 0 elements to exchange"),

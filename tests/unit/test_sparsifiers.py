@@ -175,5 +175,5 @@ def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
     ],
 )
 def test_invalid_settings_raise_with_value_and_allowed_range(kind, arguments, message):
-    with pytest.raises(TypeError if "same_on_all" in arguments else ValueError, match=message):
+    with pytest.raises(ValueError, match=message):
         kind(**arguments)
