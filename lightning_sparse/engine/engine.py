@@ -136,7 +136,7 @@ class Engine:
             is_last=bucket.is_last,
             is_full=is_full,
         )
-        header = self._extraction.fill(bucket, shipment, measures_gradient=is_full)
+        header = self._extraction.fill(bucket, shipment, measures_gradient=self.calibrator.is_running)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
         self.exchange.start(shipment, header)

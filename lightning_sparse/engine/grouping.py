@@ -1,5 +1,6 @@
 """Groups local parts of parameters into flat buckets of real numbers."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -124,11 +125,15 @@ def bucketed(
     """Group parameters in order into buckets of one dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[list[str]]] = {}
     sizes = {name: real_numel(local(parameter)) for name, parameter in parameters.items()}
+    filled: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for name, parameter in parameters.items():
-        runs = groups.setdefault((dtype_of(parameter), local(parameter).device), [[]])
-        if runs[-1] and sizes[name] + sum(sizes[other] for other in runs[-1]) > BUCKET_ELEMENTS:
+        key = dtype_of(parameter), local(parameter).device
+        runs = groups.setdefault(key, [[]])
+        if runs[-1] and filled[key] + sizes[name] > BUCKET_ELEMENTS:
             runs.append([])
+            filled[key] = 0
         runs[-1].append(name)
+        filled[key] += sizes[name]
     names_of_buckets = [names for runs in groups.values() for names in runs]
     return [
         kind(

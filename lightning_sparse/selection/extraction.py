@@ -181,10 +181,12 @@ class Extraction:
         """Fills by a mask, without a wait for the device: indices would synchronise, and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
+        version = compensated._version
         marks = require_marks(self._sparsifier.mark(compensated, bucket.layout), compensated)
         for start, end in bucket.left_out:
             marks[start:end] = False
         values = self._sparsifier.values(compensated, bucket.layout)
+        _require_unchanged(compensated, version)
         non_finite = compensated.isfinite().logical_not_().logical_and_(marks).count_nonzero()
         sent, kept = sent_and_kept(compensated, values, shipment.format.wire)
         sent = torch.where(marks, sent, 0)  # a copy, because the values may be p, whose memory becomes e'
@@ -210,8 +212,7 @@ class Extraction:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         version = compensated._version
         selected = self._sparsifier.select(compensated, bucket.layout)
-        if compensated._version != version:
-            raise ValueError("A sparsifier changed the compensated gradient in place. Select from a copy.")
+        _require_unchanged(compensated, version)
         if not self._is_marking:
             selected = in_order(selected, bucket.layout.num_elements, compensated.dtype)
         if bucket.left_out:
@@ -291,6 +292,11 @@ class Extraction:
     def _runs(self, bucket: FlatBucket, *, by_layer: bool = False) -> Sequence[ThresholdRun]:
         assert isinstance(self._sparsifier, HardThreshold)
         return self._sparsifier.runs(bucket.layout, bucket.residual.after.dtype, by_layer=by_layer)
+
+
+def _require_unchanged(compensated: Tensor, version: int) -> None:
+    if compensated._version != version:
+        raise ValueError("A sparsifier changed the compensated gradient in place. Select from a copy.")
 
 
 def _move(bucket: FlatBucket, shipment: Shipment, rows: Tensor) -> None:

@@ -129,7 +129,7 @@ def take_out_fused(
         launch(pack_block, blocks, after, *tables[1:], bits, starts, *into, LIMIT=wire.limit, **_PACK)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)  # few, because λ may change in every step
 def _threshold_tables(
     runs: tuple[ThresholdRun, ...], size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

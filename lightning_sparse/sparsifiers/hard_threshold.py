@@ -126,6 +126,7 @@ class HardThreshold(MarkingSparsifier):
         self.granularity = granularity
         self.overshoot = float(overshoot)
         self._of_layers: dict[str, float] = {}
+        self._given: dict[str, float | None] = {}
         self._runs: dict[tuple[LayerLayout, torch.dtype, bool], tuple[ThresholdRun, ...]] = {}
 
     @property
@@ -193,12 +194,15 @@ class HardThreshold(MarkingSparsifier):
 
     def is_given(self, name: str) -> bool:
         """Returns whether ``layer_thresholds`` has a λ for the layer with this parameter name."""
-        return any(fnmatchcase(name, pattern) for pattern in self.layer_thresholds)
+        if name not in self._given:
+            given = (value for pattern, value in self.layer_thresholds.items() if fnmatchcase(name, pattern))
+            self._given[name] = next(given, None)
+        return self._given[name] is not None
 
     def threshold_of(self, name: str) -> float:
         """Returns λ of the layer with this parameter name, in gradient units."""
-        given = (value for pattern, value in self.layer_thresholds.items() if fnmatchcase(name, pattern))
-        return next(given, self._of_layers.get(name, self.current_threshold))
+        given = self._given[name] if self.is_given(name) else None
+        return self._of_layers.get(name, self.current_threshold) if given is None else given
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Marks the coordinates for which not (abs(p) < λ); see `MarkingSparsifier.mark`."""
@@ -231,7 +235,7 @@ class HardThreshold(MarkingSparsifier):
             has_one = layout.names and not (by_layer or self._of_layers or self.layer_thresholds)
             # λ may change in every step, and a model may have many layers.
             for name, start, end in [(layout.names[0], 0, layout.num_elements)] if has_one else layout.spans():
-                threshold = _round_up(self.threshold_of(name), dtype)
+                threshold = _round_up(self.threshold_of(name) + 0.0, dtype)  # the bits of -0.0 are large
                 if runs and runs[-1].threshold == threshold and not by_layer:
                     runs[-1] = runs[-1]._replace(end=end)
                 else:

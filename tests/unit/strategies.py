@@ -18,7 +18,7 @@ MAGNITUDES = (
     *(3584.0, 3585.0, 65_504.0, 65_520.0, 7e4, 3.3895314e38, 3.4e38),  # the ends of float8, float16 and bfloat16
     *(nan, inf),
 )
-EDGE_THRESHOLDS = (0.0, 0.5, 3.0)
+EDGE_THRESHOLDS = (0.0, -0.0, 0.5, 3.0)
 
 
 def edge_values():
