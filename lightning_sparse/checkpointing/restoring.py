@@ -158,12 +158,12 @@ def _own(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
     own = str(averager.workers.rank)
     is_own = is_same and source.num_workers == averager.workers.num_workers
     workers = [own] if is_own else [str(worker) for worker in range(source.num_workers)]
-    of_workers = [_parts(source, worker, "unsent", averager) for worker in workers]
-    mean = {
-        name: torch.stack([parts[name] for parts in of_workers]).double().mean(0).to(part.dtype)
-        for name, part in (of_workers[0] if of_workers else {}).items()
-    }
-    return {"unsent": mean, "weights": _parts(source, own, "weights", averager) if is_same else {}}
+    totals: dict[str, Tensor] = {}
+    for worker in workers:  # one after the other, because a GPU may not hold all
+        for name, part in _parts(source, worker, "unsent", averager).items():
+            totals[name] = totals[name].add_(part) if name in totals else part.double()
+    unsent = {name: (total / len(workers)).to(kept_dtype(averager.parameters[name])) for name, total in totals.items()}
+    return {"unsent": unsent, "weights": _parts(source, own, "weights", averager) if is_same else {}}
 
 
 def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> dict[str, Tensor]:

@@ -76,12 +76,12 @@ def together(
     if not why_not:
         barrier.is_saving = True  # a signal may request another save during this one
         try:
-            return function(barrier.workers_apart()), None
-        except RuntimeError as error:
-            if averager.workers.rank != 0:
+            return function(barrier.saving_workers()), None
+        except BaseException as error:
+            barrier.saving_failed()
+            if averager.workers.rank != 0 or not isinstance(error, RuntimeError):
                 raise
             # A worker died or left. A file without its state is still useful, like a file of plain DDP.
-            barrier.give_up_apart()
             why_not = f"{action} failed: {str(error).splitlines()[0]}"
         finally:
             barrier.is_saving = False

@@ -149,7 +149,7 @@ class DriftExchange:
         if self.flight:
             for bucket in self.buckets:
                 bucket.drift = torch.zeros_like(bucket.drift)  # pending collectives still write to the old tensors
-        self.flight = []
+        self.flight, self.is_changing = [], False
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             if not self.options.keep_drift:

@@ -173,6 +173,7 @@ class Averager:
     def reset(self) -> None:
         """Return to the state before the first step. Not collective."""
         self._mark = None
+        self.is_exchanging = False
         self.residuals.load_state_dict({})
         self._engine.reset()
 

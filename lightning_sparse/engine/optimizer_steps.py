@@ -122,8 +122,8 @@ class StepObserver(StepFollower):
         stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         if is_inner or self._ids.isdisjoint(stepped):
             return None
-        self._outer = optimizer
         self._before(optimizer)
+        self._outer = optimizer
         return None if self.on_begin is None else self.on_begin(optimizer, arguments)
 
     def _step_ends(self, optimizer: Optimizer) -> None:

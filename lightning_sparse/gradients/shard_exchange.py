@@ -217,11 +217,6 @@ class ShardExchange(Averager):
             self._residual(bucket)  # new ones are zero
         return super().snapshot(workers)
 
-    def reset(self) -> None:
-        """Return to the state before the first step."""
-        super().reset()
-        self.is_exchanging = False
-
 
 @lru_cache(maxsize=64)
 def _on_device(marks: tuple[bool, ...], device: torch.device) -> Tensor:

@@ -1,6 +1,5 @@
 """Lightning strategy: DDP with a sparse exchange of gradients."""
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -8,7 +7,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.saving import collect_together
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
@@ -110,7 +108,3 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         if self.state is not None:
             self.state.close()
         super().teardown()
-
-    @override
-    def _content(self, averager: SparseState, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-        return collect_together(averager, self.worker_state, self._timeout)

@@ -187,10 +187,11 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         return ["the shared weights were changed"] * is_written_to + ["an exchange has not ended"] * is_pending
 
     @override
-    def _content(self, averager: SparseModelAverager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+        assert self.state is not None
         kept = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
         extra = {name: checkpoint[key] for name, key in kept.items() if key in checkpoint}
-        obstacles = self._obstacles(averager)
+        obstacles = self._obstacles(self.state)
         return collect_together(
-            averager, self.worker_state, self._timeout, obstacles=obstacles, why_not=self._why_not, extra=extra
+            self.state, self.worker_state, self._timeout, obstacles=obstacles, why_not=self._why_not, extra=extra
         )

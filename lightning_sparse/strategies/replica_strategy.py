@@ -178,7 +178,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
                 self.barrier()
 
     @override
-    def _content(self, averager: Averager, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+        averager: Averager = self.state
         optimizers = self._own_optimizers(averager, checkpoint)
         why_not = self._why_broken(averager)
         if why_not is not None:

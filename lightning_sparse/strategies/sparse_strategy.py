@@ -1,8 +1,8 @@
 """The base class of all Lightning strategies with a sparse exchange."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, WorkerState, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
+from lightning_sparse.checkpointing.saving import collect_together
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
@@ -55,6 +56,7 @@ class SparseStrategy(TakesOptions):
     """
 
     state: Any
+    _timeout: timedelta | None
     _options: ExchangeOptions
     _call_each_step: ClassVar[str | None] = None
     """The call that a loop without torch optimizers needs, for a warning; None disables the warning."""
@@ -130,7 +132,7 @@ class SparseStrategy(TakesOptions):
             rates = [group["lr"] for group in groups if group.get("lr") is not None]  # Adafactor computes its own rate
             for averager in self.averagers:
                 averager.begin_epoch(trainer.current_epoch, rates)
-        if self._batches == max(MOST_BATCHES, 2 * trainer.accumulate_grad_batches):
+        if self._batches == self._most_batches:
             self._warn_of_no_exchange()
         self._batches += 1
 
@@ -138,8 +140,12 @@ class SparseStrategy(TakesOptions):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._advice.end()
-        if 0 < self._batches <= MOST_BATCHES:
+        if 0 < self._batches <= self._most_batches:
             self._warn_of_no_exchange()
+
+    @property
+    def _most_batches(self) -> int:
+        return max(MOST_BATCHES, 2 * self._module.trainer.accumulate_grad_batches)
 
     def _warn_of_no_exchange(self) -> None:
         if self._call_each_step is not None and self.state.progress == self._progress_at_start:
@@ -182,22 +188,19 @@ class SparseStrategy(TakesOptions):
         # A checkpoint with only weights has no state for a resume.
         has_state = "optimizer_states" in checkpoint
         if has_state and self.state is not None:
-            checkpoint[KEY] = sealed(self._content(self.state, checkpoint, Path(filepath)))
+            checkpoint[KEY] = sealed(self._content(checkpoint, Path(filepath)))
         elif has_state and isinstance(self._launcher, _MultiProcessingLauncher) and not dist.is_initialized():
             # Lightning brings the process that started the workers weights and metrics, but no optimizer states.
             why = "it is saved by a process that was no worker, and optimizers and number of steps are not in it either"
             warn_of_incomplete("drifts" if isinstance(self._options, DriftOptions) else "gradients", why)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    @abstractmethod
-    def _content(self, averager: Any, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-        """Return the content of a checkpoint, complete on rank 0. Collective: Lightning calls every rank.
+    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+        """Return the content of Lightning's checkpoint, complete on rank 0. Collective: Lightning calls every rank.
 
-        Args:
-            averager: ``state``.
-            checkpoint: Lightning's checkpoint.
-            path: the file, or the folder to which all ranks write.
+        All ranks may write to ``path``, which is a file or a folder.
         """
+        return collect_together(self.state, self.worker_state, self._timeout)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -281,9 +281,14 @@ def _gather_in_batches():
 
 def gather_to_first(device):
     rank = dist.get_rank()
-    workers = SaveBarrier(Workers(None, rank, dist.get_world_size())).workers_apart()
+    barrier = SaveBarrier(Workers(None, rank, dist.get_world_size()))
     tensors = [torch.full((3,), rank + 0.5, device=device), torch.full((2,), rank, device=device)]
-    return workers.gather_objects_to_first({"rank": rank, "tensors": tensors})
+    for failing in (0, 1, None):  # the others do not notice
+        assert barrier.wait({}, 60.0) is None
+        gathered = barrier.saving_workers().gather_objects_to_first({"rank": rank, "tensors": tensors})
+        if rank == failing:
+            barrier.saving_failed()
+    return gathered
 
 
 def assert_gathered(first, *others):

@@ -41,7 +41,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     Pending: ("wait",),
     ResidualMemory: ("keep", "commit"),
     PendingGradients: ("end_exchange", "note_gradients", "_step_begins", "_step_ends"),
-    save_barrier.SaveBarrier: ("wait", "workers_apart"),
+    save_barrier.SaveBarrier: ("wait", "saving_workers"),
     saving: ("together", "collect"),
     Workers: ("average", "gather_objects_to_first"),
     DriftExchange: ("depart", "land", "_move_anchor"),

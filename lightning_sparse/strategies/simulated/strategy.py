@@ -257,7 +257,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     # Checkpoints, and the end.
 
     @override
-    def _content(self, averager: SimulatedWorker, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         assert self.workers is not None
         workers = self.workers.each
         contents = self.workers.run(lambda rank: collect(workers[rank], workers[rank].workers, self.worker_state))
