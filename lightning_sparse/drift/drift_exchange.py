@@ -29,7 +29,7 @@ class DriftExchange:
     Attributes:
         buckets: the anchored parameters.
         anchored: the anchored parameters by name.
-        outer: moves the anchors; None subtracts the average times the outer learning rate.
+        outer: moves the anchors; None subtracts the average.
         untrained: the module's other tensors.
         ownership: allows or forbids steps on the anchored parameters.
         flight: buckets of an exchange that has started and not ended.
@@ -79,7 +79,6 @@ class DriftExchange:
                 is_last,
                 notes=notes,
                 weights=bucket.weights() if keeps_in_weights else None,
-                rate=self.options.outer_learning_rate,
                 of=bucket,
                 decay=0.0 if self.options.keep_drift else self.options.drift_decay,
                 start=bucket.read(torch.empty_like(bucket.drift)) if self.options.overlap else None,
@@ -135,8 +134,6 @@ class DriftExchange:
             if self.outer is not None:
                 drift.of.anchor.grad = drift.average
                 continue
-            if drift.rate != 1 and not drift.has_moved:
-                drift.average.mul_(drift.rate)
             if drift.weights is None:
                 drift.of.anchor.sub_(drift.average)
         if self.outer is not None:

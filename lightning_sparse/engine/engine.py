@@ -9,7 +9,8 @@ Every worker passes the same buckets in the same order, of gradients or of drift
 
 and after the last bucket:
 
-5. finish        (1/n) Σ_i out_i is in all averages; the headers of all workers give the step's statistics
+5. finish        the average of out is in all averages: (1/n) Σ_i out_i, or over the workers that sent the coordinate;
+                 the headers of all workers give the step's statistics
 """
 
 import copy
@@ -124,6 +125,7 @@ class Engine:
         is_full = self.calibrator.is_running
         if self.options.exchange == "sparse_sums" and getattr(self.sparsifier, "threshold", None) == 0:
             is_full = True  # nothing may wait
+        sends_all = is_full or self.sparsifier.current_threshold == 0
         bucket.average = gradient
         if gradient.dtype != dtype:  # too narrow for the average
             name = "average", bucket.index
@@ -135,6 +137,7 @@ class Engine:
             bucket.average,
             is_last=bucket.is_last,
             is_full=is_full,
+            by_senders=self.options.averages_senders and not sends_all,
         )
         header = self._extraction.fill(bucket, shipment, measures_gradient=self.calibrator.is_running)
         if bucket.notes is not None:

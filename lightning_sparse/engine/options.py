@@ -16,6 +16,7 @@ from lightning_sparse.sparsifiers.protocol import Sparsifier, is_number, require
 
 Options = TypeVar("Options", bound="ExchangeOptions")
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
+AverageOver = Literal["senders", "workers"]
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
 
@@ -75,6 +76,11 @@ class ExchangeOptions:
         """Whether unsent values stay in the residual."""
         return True
 
+    @property
+    def averages_senders(self) -> bool:
+        """Whether the average of a coordinate is over the workers that sent it, instead of all."""
+        return False
+
     def __post_init__(self) -> None:
         require_word("value_dtype", self.value_dtype, get_args(ValueDtype))
         require_word("exchange", self.exchange, get_args(ExchangeMode))
@@ -123,10 +129,11 @@ class DriftOptions(ExchangeOptions):
             *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
         drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
             ``keep_drift=False``.
-        outer_learning_rate: factor on the average drift by which the anchor moves, above 0. Take 2 with Adam and an
-            exchange in every step (docs/local-training.md).
+        average_over: the workers over which the sent drifts of a coordinate are averaged. ``"senders"``: those that
+            sent a value other than 0 for it, or all in steps that send everything. ``"workers"``: all, where a worker
+            that sent none counts as 0.
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
-            subtracts the average times ``outer_learning_rate``. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
+            subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
         overlap: True overlaps the exchange with the next step and applies its result one step later.
         value_dtype: dtype of sent values, as for gradients. Rounding errors stay with unsent values.
@@ -140,7 +147,7 @@ class DriftOptions(ExchangeOptions):
     every_n_steps: int = 1
     keep_drift: bool = True
     drift_decay: float = 1.0
-    outer_learning_rate: float = 1.0
+    average_over: AverageOver = "senders"
     outer_optimizer: OuterOptimizer | None = None
     overlap: bool = False
     why_no_overshoot = "for drifts, where it would move a worker's own weights back"
@@ -158,21 +165,22 @@ class DriftOptions(ExchangeOptions):
                 f"Got drift_decay={self.drift_decay} with keep_drift=True, where unsent values are part of the weights "
                 "and cannot decay. Use keep_drift=False, or leave drift_decay out."
             )
-        if not (is_number(self.outer_learning_rate) and 0 < self.outer_learning_rate < inf):
+        require_word("average_over", self.average_over, get_args(AverageOver))
+        if self.exchange == "hierarchical" and self.averages_senders:
             raise ValueError(
-                f"Invalid outer_learning_rate={self.outer_learning_rate!r}. Must be above 0 and finite; 1 moves the "
-                "anchor by the average drift."
-            )
-        if self.outer_optimizer is not None and self.outer_learning_rate != 1:
-            raise ValueError(
-                f"Got outer_learning_rate={self.outer_learning_rate} with an outer_optimizer, which has its own rate. "
-                "Give only one of them."
+                "Got exchange='hierarchical' with average_over='senders', but the sum of a node does not tell how many "
+                "of its workers sent a value. Use average_over='workers', or exchange='auto'."
             )
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise ValueError(
                 f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
+
+    @property
+    def averages_senders(self) -> bool:
+        """Whether the average of a coordinate is over the workers that sent it, instead of all."""
+        return self.average_over == "senders"
 
 
 def checked(options: Options | None, kind: type[Options]) -> Options:

@@ -111,7 +111,15 @@ class Exchange:
         self._coalescer.waiting.clear()
 
     def open(
-        self, bucket: int, wire: Wire, header_fields: int, out: Tensor, *, is_last: bool, is_full: bool = False
+        self,
+        bucket: int,
+        wire: Wire,
+        header_fields: int,
+        out: Tensor,
+        *,
+        is_last: bool,
+        is_full: bool = False,
+        by_senders: bool = False,
     ) -> Shipment:
         """Return the bucket's shipment, for the caller to fill.
 
@@ -123,11 +131,13 @@ class Exchange:
             is_last: whether this is the last bucket of the step.
             is_full: whether this step sends all coordinates, as in a calibration. The bucket then takes the dense
                 route, because payloads would need more memory and time, and forecasts ignore it.
+            by_senders: whether the average of an element is over the workers that sent a value other than 0; not with
+                ``mode="hierarchical"``.
         """
         n, num_elements = self.workers.num_workers, out.numel()
         key = (bucket, num_elements)
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
-        common = (bucket, PayloadFormat(num_elements, wire, fields), out, self.workers, self.buffers)
+        common = (bucket, PayloadFormat(num_elements, wire, fields), out, self.workers, self.buffers, by_senders)
         if n == 1 and self.has_shortcut:
             return Shipment(*common)
         is_empty = num_elements == 0  # a payload of no bytes has no views

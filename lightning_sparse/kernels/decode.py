@@ -9,11 +9,13 @@ from lightning_sparse.kernels.values import divide, of_wire
 
 @jit
 def add_payloads(
-    out: tl.tensor, quotients: tl.tensor, ends: tl.tensor, values: tl.tensor, offsets: tl.tensor,
+    out: tl.tensor, senders: tl.tensor, quotients: tl.tensor, ends: tl.tensor, values: tl.tensor, offsets: tl.tensor,
     num_workers: tl.tensor, capacity: tl.tensor, ends_row: tl.tensor, values_row: tl.tensor, offsets_row: tl.tensor,
     num_elements: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Adds all workers' coordinates of a block to zeros, in rank order, and divides by the number of workers.
+
+    With ``senders``, it counts nonzero values there and divides by their number.
 
     The indices of a payload are unique, and no other program has this block, so additions do not collide.
     Programs of the second dimension have ``num_workers`` payloads each, and ``num_elements`` of ``out``.
@@ -21,6 +23,8 @@ def add_payloads(
     block = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     out += group * num_elements + block.to(tl.int64) * BLOCK
+    if senders is not None:
+        senders += group * num_elements + block.to(tl.int64) * BLOCK
     ends += group * num_workers * ends_row
     values += group * num_workers * values_row
     offsets += group * num_workers * offsets_row
@@ -33,6 +37,9 @@ def add_payloads(
             held = tl.load(out + at, mask=position < end, other=0.0)
             value = of_wire(tl.load(values + position, mask=position < end, other=0), scale, held.dtype)
             tl.store(out + at, held + value, mask=position < end)
+            if senders is not None:
+                count = tl.load(senders + at, mask=position < end, other=0)
+                tl.store(senders + at, count + (value != 0).to(tl.int32), mask=position < end)
         tl.debug_barrier()  # this worker's sums must be in memory before the next worker's
         row_ends += ends_row
         row_offsets += offsets_row
@@ -44,8 +51,13 @@ def add_payloads(
             begin, end = _span(row_ends, block, capacity)
             for first in range(begin, end, TILE):
                 position = first + tl.arange(0, TILE)
-                total = tl.load(out + _offsets(row_offsets, position, end), mask=position < end, other=0.0)
-                tl.store(row_quotients + position, divide(total, num_workers.to(total.dtype)), mask=position < end)
+                at = _offsets(row_offsets, position, end)
+                total = tl.load(out + at, mask=position < end, other=0.0)
+                divisor = num_workers.to(total.dtype)
+                if senders is not None:
+                    count = tl.load(senders + at, mask=position < end, other=1)
+                    divisor = tl.maximum(count, 1).to(total.dtype)
+                tl.store(row_quotients + position, divide(total, divisor), mask=position < end)
             row_ends += ends_row
             row_offsets += offsets_row
             row_quotients += capacity

@@ -297,6 +297,7 @@ typedef struct {
     int64_t row, num_payloads, capacity, num_blocks;
     float scale;
     int32_t wire;
+    int32_t by_senders; /* whether sums are divided by the number of nonzero values, instead of that of payloads */
 } payloads_t;
 
 typedef struct {
@@ -313,49 +314,55 @@ INLINE block_t part_of(const payloads_t *all, int64_t rank, int64_t block) {
                      block ? ends[block - 1] : 0, last};
 }
 
-/* Adds a block of all payloads, in rank order. A block stays in the cache. */
-INLINE void add_block(const payloads_t *all, int64_t block, float *sums) {
+/* Adds a block of all payloads, in rank order, and counts the nonzero values. A block stays in the cache. */
+INLINE void add_block(const payloads_t *all, int64_t block, float *sums, uint16_t *senders) {
     for (int64_t rank = 0; rank < all->num_payloads; rank++) {
         block_t part = part_of(all, rank, block);
-        for (int64_t k = part.first; k < part.last; k++)
-            sums[part.places[k]] += get(part.values, k, all->wire, all->scale);
-    }
-}
-
-/* Adds payloads to zeros, and divides the sums by their number. */
-void average(const payloads_t *all, float *out) {
-    const float divisor = (float)all->num_payloads;
-    for (int64_t block = 0; block < all->num_blocks; block++) {
-        uint64_t divided[(1 << BLOCK_SHIFT) / 64] = {0};
-        float *sums = out + (block << BLOCK_SHIFT);
-        add_block(all, block, sums);
-        for (int64_t rank = 0; rank < all->num_payloads; rank++) {
-            block_t part = part_of(all, rank, block);
-            for (int64_t k = part.first; k < part.last; k++) {
-                uint64_t bit = 1ull << (part.places[k] % 64), *word = &divided[part.places[k] / 64];
-                if (!(*word & bit)) sums[part.places[k]] /= divisor; /* once, even if several workers sent it */
-                *word |= bit;
-            }
+        for (int64_t k = part.first; k < part.last; k++) {
+            const float value = get(part.values, k, all->wire, all->scale);
+            sums[part.places[k]] += value;
+            senders[part.places[k]] += value != 0.0f;
         }
     }
 }
 
-/* Subtracts `rate` times the average of payloads from an anchor and from weights, only where a worker sent a value.
-   `sums` are zeros, and become zeros again: as many as a block has elements. */
-void subtract(const payloads_t *all, float *sums, float *anchor, float *const *parts, const int64_t *part_ends,
-              float rate) {
-    const float divisor = (float)all->num_payloads;
+/* Returns the divisor of a sum, and clears its senders, so that another payload with this place divides by 1. */
+INLINE float take_divisor(const payloads_t *all, uint16_t *senders) {
+    const float divisor = !*senders ? 1.0f : all->by_senders ? (float)*senders : (float)all->num_payloads;
+    *senders = 0;
+    return divisor;
+}
+
+/* Adds payloads to zeros, and divides the sums by the number of payloads or of senders. */
+void average(const payloads_t *all, float *out) {
+    uint16_t senders[1 << BLOCK_SHIFT] = {0};
+    for (int64_t block = 0; block < all->num_blocks; block++) {
+        float *sums = out + (block << BLOCK_SHIFT);
+        add_block(all, block, sums, senders);
+        for (int64_t rank = 0; rank < all->num_payloads; rank++) {
+            block_t part = part_of(all, rank, block);
+            for (int64_t k = part.first; k < part.last; k++)
+                sums[part.places[k]] /= take_divisor(all, &senders[part.places[k]]);
+        }
+    }
+}
+
+/* Subtracts the average of payloads from an anchor and from weights, only where a worker sent a value. `sums` are
+   zeros, and become zeros again: as many as a block has elements. */
+void subtract(const payloads_t *all, float *sums, float *anchor, float *const *parts, const int64_t *part_ends) {
+    uint16_t senders[1 << BLOCK_SHIFT] = {0};
     int64_t first = 0;
     for (int64_t block = 0; block < all->num_blocks; block++) {
         const int64_t start = block << BLOCK_SHIFT;
         for (; part_ends[first] <= start; first++) {}
-        add_block(all, block, sums);
+        add_block(all, block, sums, senders);
         for (int64_t rank = 0; rank < all->num_payloads; rank++) {
             block_t part_of_rank = part_of(all, rank, block);
             int64_t part = first;
             for (int64_t k = part_of_rank.first; k < part_of_rank.last; k++) {
                 const int64_t place = start + part_of_rank.places[k];
-                float *sum = &sums[part_of_rank.places[k]], step = *sum / divisor * rate;
+                float *sum = &sums[part_of_rank.places[k]];
+                const float step = *sum / take_divisor(all, &senders[part_of_rank.places[k]]);
                 *sum = 0.0f; /* so that another worker's value at the same place subtracts nothing more */
                 for (; part_ends[part] <= place; part++) {}
                 anchor[place] -= step;

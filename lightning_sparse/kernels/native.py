@@ -56,7 +56,7 @@ class Payloads(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("ends", "values", "offsets")),
         *((name, ctypes.c_int64) for name in ("row", "num_payloads", "capacity", "num_blocks")),
         ("scale", ctypes.c_float),
-        ("wire", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("wire", "by_senders")),
     )
 
 
@@ -99,23 +99,22 @@ def take_out(step: Step, threshold: float, start: int, end: int, excess: float =
 
 
 def average(payloads: Payloads, out: Tensor) -> None:
-    """Adds payloads to zeros (float32, shape (num_elements,)) in rank order and divides by their number."""
+    """Adds payloads to zeros (float32, shape (num_elements,)) in rank order and averages."""
     _library().average(ctypes.byref(payloads), ctypes.c_void_p(pointer(out)))
     torch.autograd.graph.increment_version(out)
 
 
-def subtract(payloads: Payloads, anchor: Tensor, weights: Parts, zeros: Tensor, rate: float) -> None:
-    """Subtracts a factor times the average of payloads from anchor and weights, where a payload has a value.
+def subtract(payloads: Payloads, anchor: Tensor, weights: Parts, zeros: Tensor) -> None:
+    """Subtracts the average of payloads from anchor and weights, where a payload has a value.
 
     Args:
         payloads: of all workers.
         anchor: float32, contiguous, shape (num_elements,).
         weights: hold as many elements.
         zeros: float32, at least as many elements as a block: work space, all zeros before and after.
-        rate: the factor.
     """
     places = pointer(zeros), pointer(anchor), *weights.addresses
-    _library().subtract(ctypes.byref(payloads), *map(ctypes.c_void_p, places), ctypes.c_float(rate))
+    _library().subtract(ctypes.byref(payloads), *map(ctypes.c_void_p, places))
     torch.autograd.graph.increment_version((anchor, *weights.tensors))
 
 

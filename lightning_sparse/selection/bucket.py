@@ -43,11 +43,11 @@ class FlatBucket:
         left_out: ``(start, end)`` of layers of which this worker sends nothing.
         loss_scale: S, one element on the same device; None is 1.
         notes: the caller's numbers for all workers, float64, on the bucket's device; sent in the header.
-        average: (1/n) Σ_i out_i, once the step is finished, in the residual's dtype; the gradient's memory if it fits.
+        average: of out over the workers, once the step is finished, in the residual's dtype; the gradient's memory if
+            it fits.
         weights: w, only of drifts that compiled functions form from the weights: p = x − w, with x in
             ``residual.before``, and e' = x − w. The gradient is then only memory for the average, and the first of the
             notes receives max |p|.
-        rate: with ``weights``, the factor on the average by which x and w move.
         has_moved: whether the average has already moved x and w, without a tensor for the average.
     """
 
@@ -61,7 +61,6 @@ class FlatBucket:
     notes: Tensor | None = None
     average: Tensor = None  # type: ignore[assignment]  # the engine sets it
     weights: Parts | None = None
-    rate: float = 1.0
     has_moved: bool = False
 
     def form(self) -> None:

@@ -302,5 +302,6 @@ def _require_unchanged(compensated: Tensor, version: int) -> None:
 def _move(bucket: FlatBucket, shipment: Shipment, rows: Tensor) -> None:
     """Move anchor and weights of a bucket by the average of all workers' payloads."""
     assert bucket.weights is not None
-    subtract(shipment.format, rows, bucket.residual.before, bucket.weights, shipment.buffers, bucket.rate)
+    by_senders = shipment.by_senders
+    subtract(shipment.format, rows, bucket.residual.before, bucket.weights, shipment.buffers, by_senders=by_senders)
     bucket.has_moved = True

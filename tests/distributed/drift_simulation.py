@@ -48,7 +48,7 @@ class Simulation:
         every_n_steps: number of steps between two exchanges.
         keep_drift: whether unsent drifts stay in the weights of the worker.
         drift_decay: factor of unsent drifts that are stored outside the weights.
-        rate: factor on the average by which the anchor moves.
+        by_senders: whether an average is over the workers that sent something other than 0, instead of all.
         outer: learning rate and momentum of Nesterov's method on the anchor; None subtracts the average.
         is_late: whether an average is applied a step after the exchange.
         wire: what values are rounded to that are sent; None leaves them as they are.
@@ -63,7 +63,7 @@ class Simulation:
     every_n_steps: int = 1
     keep_drift: bool = True
     drift_decay: float = 1.0
-    rate: float = 1.0
+    by_senders: bool = True
     outer: tuple[float, float] | None = None
     is_late: bool = False
     wire: torch.dtype | None = None
@@ -103,7 +103,10 @@ class Simulation:
             for model, mask, start, kept in zip(self.models, masks, starts, self.kept, strict=True):
                 write(model, torch.where(mask, self.anchor - kept, start))
         self.sent.append(sum(int(mask.sum()) for mask in masks))
-        self.in_flight = sum(sent[1:], sent[0]) / len(sent) * self.rate, starts, self.kept
+        divisor = torch.full_like(self.anchor, len(sent))
+        if self.by_senders:
+            divisor = torch.stack(sent).count_nonzero(0).clamp(min=1).to(divisor.dtype)
+        self.in_flight = sum(sent[1:], sent[0]) / divisor, starts, self.kept
 
     def land(self) -> None:
         if self.in_flight is None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from torch.optim import SGD
 
 from lightning_sparse import (
     Accordion,
@@ -106,8 +105,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (HSDP, {"exchange": "ring"}, "Invalid exchange='ring'"),
     (LOCAL_HSDP, {"every_n_steps": 0}, "Invalid every_n_steps=0"),
     (LOCAL_HSDP, {"drift_decay": 0.5}, "keep_drift=False"),
-    *((LOCAL, {"outer_learning_rate": rate}, "Must be above 0 and finite") for rate in (0, -1.0, inf, True, "2")),
-    (LOCAL, {"outer_learning_rate": 2, "outer_optimizer": SGD}, "Give only one of them"),
+    (LOCAL, {"average_over": "all"}, "Invalid average_over='all'. Must be one of 'senders', 'workers'"),
+    (LOCAL, {"exchange": "hierarchical"}, "the sum of a node does not tell how many of its workers sent a value"),
     *(
         (SimulatedWorkersStrategy, {"sparsifier": HardThreshold(threshold=0.1), "num_workers": number}, message)
         for number, message in (

@@ -27,22 +27,24 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 KINDS = [*((FLOAT, wire) for wire in (*WIRES, Wire(torch.int8, 0.25))), (DOUBLE, Wire(DOUBLE)), (DOUBLE, WIRES[-1])]
 
 
-def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, divides=True):
+def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, divides_by="n"):
     """Decodes on the device and compares the result with a loop over payloads."""
     payload_format = PayloadFormat(size, wire, header_fields)
     capacity = max(selection.indices.numel() for selection in chosen) + 1 if capacity is None else capacity
     capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
     n = len(chosen)
-    expected = torch.zeros(size, dtype=dtype)
+    expected, counts = torch.zeros(2, size, dtype=dtype)
     for indices, values in chosen:
         expected[indices[:capacity]] += values[:capacity].to(dtype)
-    if divides:
-        expected /= n
+        counts[indices[:capacity]] += values[:capacity] != 0
+    expected /= {"n": n, "senders": counts.clamp(min=1), None: 1}[divides_by]
     out, quotients = guarded(torch.zeros(size, dtype=dtype)), guarded(n * capacity, dtype)
+    senders = guarded(torch.zeros(size, dtype=torch.int32))
     payloads = payloads_of(payload_format, chosen, capacity).to(DEVICE)
-    decode(payload_format, payloads, out, quotients if divides else None, 1)
+    of_senders = senders if divides_by == "senders" else None
+    decode(payload_format, payloads, out, quotients if divides_by else None, 1, of_senders)
     same_bits(out, expected)
-    check_guards(out, quotients)
+    check_guards(out, quotients, senders)
 
 
 @on_device
@@ -53,7 +55,7 @@ def test_payloads_are_added_in_rank_order_and_divided_once(dtype, wire, counts):
 
 
 @on_device
-@pytest.mark.parametrize("divides", [True, False])
+@pytest.mark.parametrize("divides_by", ["n", "senders", None])
 @pytest.mark.parametrize(
     ("size", "counts"),
     [
@@ -62,8 +64,8 @@ def test_payloads_are_added_in_rank_order_and_divided_once(dtype, wire, counts):
         *((size, [0, 0]) for size in (70_000, 0)),
     ],
 )
-def test_every_size_of_buckets_and_payloads(size, counts, divides):
-    check(size, selections(size, counts), divides=divides)
+def test_every_size_of_buckets_and_payloads(size, counts, divides_by):
+    check(size, selections(size, counts), divides_by=divides_by)
 
 
 @on_device

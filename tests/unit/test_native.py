@@ -144,16 +144,16 @@ def test_a_residual_of_zeros_is_not_touched_if_everything_is_sent(wire, threshol
 
 
 @pytest.mark.parametrize("wire", [*WIRES, Wire(torch.int8, 2.0**-4)])
-@pytest.mark.parametrize("capacity", [8, 2000])
-def test_native_functions_add_payloads_to_the_same_bits(wire, capacity, monkeypatch):
+@pytest.mark.parametrize(("capacity", "by_senders"), [(8, False), (2000, False), (2000, True)])
+def test_native_functions_add_payloads_to_the_same_bits(wire, capacity, by_senders, monkeypatch):
     size = 140_000
     payload_format = PayloadFormat(size, wire, header_fields=3)
     rows = payloads_of(payload_format, selections(size, [1000, 1000, 1000, 0, 1000], wire=wire), capacity)
     by_function, by_operations = torch.zeros(2, size)
     assert native.is_native(by_function, wire_dtype=wire.dtype)
-    adding.average(payload_format, rows, by_function, Buffers())
+    adding.average(payload_format, rows, by_function, Buffers(), by_senders=by_senders)
     monkeypatch.setattr(adding, "is_native", lambda *_, **__: False)
-    adding.average(payload_format, rows, by_operations, Buffers())
+    adding.average(payload_format, rows, by_operations, Buffers(), by_senders=by_senders)
     same((by_function,), (by_operations,))
     assert by_function.count_nonzero()
 
@@ -195,17 +195,17 @@ def test_native_functions_take_values_out_of_weights(sizes, data):
     torch.testing.assert_close(in_place.notes[0], drift.abs().max(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("rate", [1.0, 1.3])
+@pytest.mark.parametrize("by_senders", [False, True])
 @pytest.mark.parametrize("wire", WIRES)
-def test_native_functions_move_weights_by_an_average(wire, rate):
+def test_native_functions_move_weights_by_an_average(wire, by_senders):
     sizes, generator = (70_000, 1, 65, 100_000), torch.Generator().manual_seed(0)
     payload_format, weights = PayloadFormat(sum(sizes), wire), torch.randn(sum(sizes), generator=generator)
     rows = payloads_of(payload_format, selections(sum(sizes), [2900] * 3, wire=wire), 3000)
     average, anchor, parts = torch.zeros(sum(sizes)), weights + 1, [part.clone() for part in weights.split(sizes)]
-    adding.average(payload_format, rows, average, Buffers())
+    adding.average(payload_format, rows, average, Buffers(), by_senders=by_senders)
     versions = [part._version for part in parts]
-    adding.subtract(payload_format, rows, anchor, native.Parts(parts), Buffers(), rate)
-    same((anchor, torch.cat(parts)), (weights + 1 - average * rate, weights - average * rate))
+    adding.subtract(payload_format, rows, anchor, native.Parts(parts), Buffers(), by_senders=by_senders)
+    same((anchor, torch.cat(parts)), (weights + 1 - average, weights - average))
     assert all(part._version > version for part, version in zip(parts, versions, strict=True))
     assert average.count_nonzero() > 5000
 

@@ -29,7 +29,7 @@ DRIFTS: dict[str, Any] = {
     "every_n_steps": 1,
     "keep_drift": True,
     "drift_decay": 1.0,
-    "outer_learning_rate": 1.0,
+    "average_over": "senders",
     "outer_optimizer": None,
     "overlap": False,
 } | EXCHANGE

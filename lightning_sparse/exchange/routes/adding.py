@@ -9,6 +9,7 @@ payload by payload. A program has one block of 65,536 elements and goes through 
 four more for its quotients: latency bounds it, not bandwidth.
 """
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
@@ -16,13 +17,16 @@ from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.kernels import is_available, launch, native
 from lightning_sparse.kernels.decode import add_payloads
 from lightning_sparse.kernels.native import WIRES, Parts, Payloads, is_native, pointer
+from lightning_sparse.sparsifiers.protocol import Selection
 
 TILE = 1024
 """Coordinates per iteration, 4 for each of 256 threads. At a density of 1 %, a block has 655 per worker."""
 
 
-def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: Buffers) -> None:
-    """Add payloads to zeros in rank order and divide by their number, with the same bits on every path.
+def average(
+    payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: Buffers, *, by_senders: bool = False
+) -> None:
+    """Add payloads to zeros in rank order and divide, with the same bits on every path.
 
     Waits for a GPU only without kernels for it.
 
@@ -31,43 +35,54 @@ def average(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: B
         rows: the payloads.
         out: shape (num_elements,), all zeros: receives the average.
         buffers: gives work space, which all buckets share, because they are decoded one after the other.
+        by_senders: whether to divide by the number of nonzero values of each element, instead of that of payloads.
     """
-    num_workers = len(rows)
-    if is_available(out.device):
-        places = num_workers * payload_format.capacity(rows.shape[1])
-        decode(payload_format, rows, out, buffers.take("quotients", places, out.dtype, out.device), 1)
-        return
     if is_native(out, wire_dtype=payload_format.wire.dtype):
-        native.average(_native(payload_format, rows), out)
+        native.average(_native(payload_format, rows, by_senders), out)
         return
-    add(payload_format, rows, out)
-    out.div_(num_workers)
+    senders = None
+    if by_senders:
+        senders = buffers.take("senders", out.numel(), torch.int32, out.device).zero_()
+    if is_available(out.device):
+        places = len(rows) * payload_format.capacity(rows.shape[1])
+        quotients = buffers.take("quotients", places, out.dtype, out.device)
+        decode(payload_format, rows, out, quotients, 1, senders)
+        return
+    add(payload_format, rows, out, senders)
+    out.div_(len(rows) if senders is None else senders.clamp_(min=1))
 
 
 def subtract(
-    payload_format: PayloadFormat, rows: Tensor, anchor: Tensor, weights: Parts, buffers: Buffers, rate: float
+    payload_format: PayloadFormat, rows: Tensor, anchor: Tensor, weights: Parts, buffers: Buffers, *, by_senders: bool
 ) -> None:
-    """Subtract ``rate`` times the average of payloads from an anchor and weights where a worker sent a value.
+    """Subtract the average of payloads from an anchor and weights where a worker sent a value; see ``average``.
 
     Needs ``is_native``. The anchor gets the same bits as by ``average``.
     """
     zeros = buffers.take("zeros", BLOCK_ELEMENTS, anchor.dtype, anchor.device).zero_()
-    native.subtract(_native(payload_format, rows), anchor, weights, zeros, rate)
+    native.subtract(_native(payload_format, rows, by_senders), anchor, weights, zeros)
 
 
-def _native(payload_format: PayloadFormat, rows: Tensor) -> Payloads:
+def _native(payload_format: PayloadFormat, rows: Tensor, by_senders: bool) -> Payloads:
     """Describe payloads, which must outlive the result, to compiled functions."""
     _, ends, values, offsets = payload_format.parts(rows[0])
     sizes = rows.stride(0), len(rows), values.numel(), ends.numel()
     wire = payload_format.wire
-    return Payloads(*map(pointer, (ends, values, offsets)), *sizes, wire.scale, WIRES[wire.dtype])
+    return Payloads(*map(pointer, (ends, values, offsets)), *sizes, wire.scale, WIRES[wire.dtype], by_senders)
 
 
-def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
+def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor, senders: Tensor | None = None) -> None:
     """Add payloads to ``out`` in rank order; see ``average``. Waits for a GPU."""
     # A GPU adds in arbitrary order, so indices of an addition must be unique: add each payload separately.
     for row in rows.unbind():
-        out.scatter_add_(0, *payload_format.unpack(row, out.dtype))
+        add_selection(payload_format.unpack(row, out.dtype), out, senders)
+
+
+def add_selection(selection: Selection, out: Tensor, senders: Tensor | None) -> None:
+    """Add values at unique indices to ``out``, and nonzero ones to the number of senders: int32, of out's shape."""
+    out.scatter_add_(0, *selection)
+    if senders is not None:
+        senders.scatter_add_(0, selection.indices, (selection.values != 0).to(senders.dtype))
 
 
 def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
@@ -84,8 +99,15 @@ def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> No
         out[indices + rank * payload_format.num_elements] = values
 
 
-def decode(payload_format: PayloadFormat, rows: Tensor, out: Tensor, quotients: Tensor | None, num_slices: int) -> None:
-    """Launch the kernel that adds each slice's payloads to zeros and divides by their number.
+def decode(
+    payload_format: PayloadFormat,
+    rows: Tensor,
+    out: Tensor,
+    quotients: Tensor | None,
+    num_slices: int,
+    senders: Tensor | None = None,
+) -> None:
+    """Launch the kernel that adds each slice's payloads to zeros and divides by their number, or that of senders.
 
     Args:
         payload_format: of each payload.
@@ -93,6 +115,7 @@ def decode(payload_format: PayloadFormat, rows: Tensor, out: Tensor, quotients: 
         out: float32 or float64, shape (num_elements,) or that of all slices together, contiguous, all zeros.
         quotients: work space of out's dtype, at least n · c elements; None leaves the sums undivided.
         num_slices: neighbouring slices of ``out``, with n / num_slices payloads each.
+        senders: int32, of out's shape, all zeros: receives the number of nonzero values.
     """
     _, ends, values, offsets = payload_format.parts(rows[0])
     if not payload_format.num_blocks or not values.numel():
@@ -102,7 +125,7 @@ def decode(payload_format: PayloadFormat, rows: Tensor, out: Tensor, quotients: 
     launch(
         add_payloads,
         (payload_format.num_blocks, num_slices),
-        *(out, quotients, ends, values, offsets, len(rows) // num_slices, values.numel(), *strides),
+        *(out, senders, quotients, ends, values, offsets, len(rows) // num_slices, values.numel(), *strides),
         payload_format.num_elements,
         payload_format.wire.scale,
         BLOCK=BLOCK_ELEMENTS,

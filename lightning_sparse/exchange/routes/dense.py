@@ -3,7 +3,7 @@
 import torch
 
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
-from lightning_sparse.exchange.routes.shipment import Shipment
+from lightning_sparse.exchange.routes.shipment import SenderCount, Shipment
 from lightning_sparse.exchange.wire import Wire
 
 
@@ -18,8 +18,17 @@ class DenseShipment(Shipment):
     def start(self) -> None:
         """Issue the all-reduce."""
         self.is_dense = True
+        if self.by_senders:
+            self._senders = SenderCount(self.out, self.workers)
+            self.sent_bytes += self._senders.counts.nbytes
         self.work = self.workers.all_reduce(self.out)
         self.sent_bytes += self.out.nbytes
+
+    def finish(self) -> None:
+        """Wait for the sums, and divide them if they are not yet averages."""
+        super().finish()
+        if self.by_senders:
+            self._senders.divide(self.out)
 
 
 class DenseStepsShipment(Shipment):
@@ -48,9 +57,13 @@ class DenseStepsShipment(Shipment):
     def prepare(self) -> None:
         """Sum this worker's slice and issue its gather."""
         self.work.wait()
-        received = self._received.view(self.workers.num_workers, -1)
+        received = self.format.wire.decoded(self._received.view(self.workers.num_workers, -1), self.out.dtype)
         self._sums = wire_of_sums(self.format.wire, self.out.dtype, self.workers.num_workers)
-        part = self._sums.encoded(self.format.wire.decoded(received, self.out.dtype).sum(0))
+        sums = received.sum(0)
+        if self.by_senders:  # an average is not on the grid
+            self._sums = Wire(self.out.dtype)
+            sums.div_(received.count_nonzero(0).clamp_(min=1))
+        part = self._sums.encoded(sums)
         self._gathered = self.take("sums", self._received.numel(), self._sums.storage)
         self.work = self.workers.all_gather(self._gathered.view(torch.uint8), part.view(torch.uint8))
         self.sent_bytes += part.nbytes
@@ -59,7 +72,8 @@ class DenseStepsShipment(Shipment):
         """Divide the sums by n."""
         self.work.wait()
         self.out.copy_(self._sums.decoded(self._gathered[: self.out.numel()], self.out.dtype))
-        self.out.div_(self.workers.num_workers)
+        if not self.by_senders:
+            self.out.div_(self.workers.num_workers)
 
 
 def wire_of_sums(wire: Wire, dtype: torch.dtype, num_workers: int) -> Wire:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
-from lightning_sparse.exchange.routes.adding import average
+from lightning_sparse.exchange.routes.adding import add_selection, average
 from lightning_sparse.exchange.routes.cost_model import Costs
-from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, Shipment
+from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, SenderCount, Shipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
 
@@ -110,7 +110,7 @@ class GatherShipment(Shipment):
     def complete(self) -> None:
         """Average the payloads on a GPU; the result is final unless a capacity was exceeded."""
         if not self._is_averaged and is_available(self.out.device):
-            average(self.format, self._wait_for_payloads(), self.out, self.buffers)
+            average(self.format, self._wait_for_payloads(), self.out, self.buffers, by_senders=self.by_senders)
             self._is_averaged = True
 
     def headers(self) -> Tensor:
@@ -136,6 +136,9 @@ class GatherShipment(Shipment):
             self.out.zero_()
             for indices, values in (self.format.unpack(self.payload, self.out.dtype, count), rest):
                 self.out[indices] = values
+            if self.by_senders:
+                self._senders = SenderCount(self.out, self.workers)
+                self.sent_bytes += self._senders.counts.nbytes
             self.work = self.workers.all_reduce(self.out)
             self.sent_bytes += self.out.nbytes
             return
@@ -156,14 +159,19 @@ class GatherShipment(Shipment):
             self.take_payloads(rows)
             return
         if not self.is_dense and self._rests is None:
-            average(self.format, rows, self.out, self.buffers)
+            average(self.format, rows, self.out, self.buffers, by_senders=self.by_senders)
             return
+        if self.is_dense and self.by_senders:
+            self._senders.divide(self.out)
+            return
+        senders = torch.zeros_like(self.out, dtype=torch.int32) if self.by_senders else None
         if self._rests is not None:
             for row, rest, count in zip(rows.unbind(), self._rests.unbind(), self._counts, strict=True):
                 held = self.format.unpack(row, self.out.dtype, count)
                 beyond = self._rest_format.unpack(rest, self.out.dtype, max(count - self.capacity, 0))
-                self.out.scatter_add_(0, *held).scatter_add_(0, *beyond)
-        self.out.div_(self.workers.num_workers)
+                add_selection(held, self.out, senders)
+                add_selection(beyond, self.out, senders)
+        self.out.div_(self.workers.num_workers if senders is None else senders.clamp_(min=1))
 
     def _wait_for_payloads(self) -> Tensor:
         """Wait for the last collective and return all workers' payloads."""

@@ -94,7 +94,7 @@ class ReduceScatterShipment(GatherShipment):
         """Average this worker's slice, issue its gather and return the number of coordinates in the slice."""
         self.work.wait()
         mean = self.take("slice", self._slice_elements, self.out.dtype).zero_()
-        average(self._parcel_format, self._received, mean, self.buffers)
+        average(self._parcel_format, self._received, mean, self.buffers, by_senders=self.by_senders)
         union = self.keep_sums(mean, self._room) if self.thresholds_sums else mean.count_nonzero()
         part = mean
         if self._is_sparse:

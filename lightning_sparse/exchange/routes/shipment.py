@@ -36,6 +36,8 @@ class Shipment:
         out: float32 or float64, shape (d,): receives the average.
         workers: the workers that take part.
         buffers: memory that every step reuses.
+        by_senders: whether to divide each element's sum by the number of workers that sent a value other than 0,
+            instead of n.
 
     Attributes:
         payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
@@ -57,6 +59,7 @@ class Shipment:
     out: Tensor
     workers: Workers
     buffers: Buffers
+    by_senders: bool = False
     payload: Tensor | None = field(default=None, init=False)
     take_payloads: Callable[[Tensor], None] | None = field(default=None, init=False)
     rest: Callable[[], Selection] = field(init=False)
@@ -68,8 +71,8 @@ class Shipment:
 
     @property
     def divisor(self) -> int:
-        """The divisor of a masked gradient for the caller: n, or 1 if sums of values are exact."""
-        return 1 if self.format.wire.is_stepped else self.workers.num_workers
+        """The divisor of a masked gradient for the caller: n, or 1 if sums of values are divided later."""
+        return 1 if self.format.wire.is_stepped or self.by_senders else self.workers.num_workers
 
     def start(self) -> None:
         """Issue the first collective."""
@@ -96,3 +99,20 @@ class Shipment:
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for this bucket by name; see ``Buffers``."""
         return self.buffers.take((self.bucket, name), numel, dtype, self.out.device)
+
+
+class SenderCount:
+    """The number of workers with a value other than 0 at each element of masked gradients. Collective.
+
+    Attributes:
+        counts: an integer dtype, of the shape of the masked gradient; valid after ``divide``.
+    """
+
+    def __init__(self, masked: Tensor, workers: Workers) -> None:
+        self.counts = (masked != 0).to(torch.uint8 if workers.num_workers < 256 else torch.int32)
+        self._work = workers.all_reduce(self.counts)
+
+    def divide(self, sums: Tensor) -> None:
+        """Divide sums of the masked gradients."""
+        self._work.wait()
+        sums.div_(self.counts.clamp_(min=1))
