@@ -26,7 +26,7 @@ TOTALS = ("steps", "density", "payload_bytes", "dense_bytes", "dense_steps")
 class DensityMonitor(StepMonitor):
     """Shows the density on average, per layer and over time.
 
-    - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged every step, for any logger.
+    - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged after every batch, for any logger.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
       (``sparse/layer_density``), a scalar per layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × steps, of log10 density; updated at the end of every epoch. Needs matplotlib.
@@ -34,7 +34,7 @@ class DensityMonitor(StepMonitor):
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
       ``fit``, and a sentence under the table says what the sparse exchange gains.
     - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker. It has the density
-      asked for and reached, λ, bytes, times fewer than dense, and the number of calibration steps and of dense steps.
+      asked for and reached, λ, bytes, how many times fewer than dense, and the number of calibration steps and of dense steps.
 
     It also works without a logger (the table remains) and issues no collectives. After a resume, it continues its
     averages and starts a new image.

@@ -32,7 +32,7 @@ class ScaledIntegerRounding(MarkingSparsifier):
         step: ε is the largest power of two up to this, so that sums of multiples are exact; in gradient units.
 
     Raises:
-        ValueError: a step that is not a number between the smallest and the largest step.
+        ValueError: a step outside 2^-126 … 2^100.
 
     Example:
         >>> layout = LayerLayout(names=("weight",), sizes=(4,))

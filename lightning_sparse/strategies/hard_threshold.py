@@ -39,7 +39,7 @@ class DDPHardThresholdStrategy(HardThresholdStrategy, SparseDDPStrategy):
 
 
 class LocalHardThresholdStrategy(HardThresholdStrategy, SparseLocalStrategy):
-    """Local training that sends weight changes larger than a constant threshold λ.
+    """Local training that sends weight changes of at least a threshold λ, constant or adjusted to a density.
 
     After an exchange, each worker's weights are less than λ from the anchor. λ is in the units of the parameters.
     Registered as ``Trainer(strategy="local_hardthreshold")``.
