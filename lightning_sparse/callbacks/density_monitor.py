@@ -34,7 +34,8 @@ class DensityMonitor(StepMonitor):
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
       ``fit``, and a sentence under the table says what the sparse exchange gains.
     - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker. It has the density
-      asked for and reached, λ, bytes, how many times fewer than dense, and the number of calibration steps and of dense steps.
+      asked for and reached, λ, bytes and how many times fewer than dense, and the number of calibration steps and of
+      dense steps.
 
     It also works without a logger (the table remains) and issues no collectives. After a resume, it continues its
     averages and starts a new image.

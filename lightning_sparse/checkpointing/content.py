@@ -45,6 +45,13 @@ INCOMPLETE = {
 """The tensors of workers, and the consequence if a checkpoint has none."""
 
 
+def empty_content(kind: str, why_not: str | None, num_workers: int = 1, ranks: int = 1) -> dict[str, Any]:
+    """Return the content of a checkpoint without numbers and tensors."""
+    content: dict[str, Any] = {"kind": kind, "version": VERSION, "why_incomplete": why_not}
+    content |= {"world_size": num_workers, "ranks": ranks, "unsent_norm": None, "numbers": None}
+    return content | {"histories": [], "shared": {}, "workers": [], "extras": [], "files": {}}
+
+
 def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
     """Return a checkpoint's entry if averaging of this kind saved it, else None after a message.
 

@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, VERSION, WorkerState, warn_of_incomplete
+from lightning_sparse.checkpointing.content import (
+    FOLDER,
+    OPTIMIZERS,
+    SHARED,
+    WorkerState,
+    empty_content,
+    warn_of_incomplete,
+)
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
@@ -152,9 +159,7 @@ def collect(
         optimizers: this rank's optimizer states by their place, of distributed tensors.
     """
     replica, num_workers = averager.replica, workers.num_workers
-    content: dict[str, Any] = {"kind": averager.kind, "version": VERSION, "why_incomplete": why_not}
-    content |= {"world_size": num_workers, "ranks": replica.num_workers, "unsent_norm": None, "numbers": None}
-    content |= {"histories": [], "shared": {}, "workers": [], "extras": [], "files": {}}
+    content = empty_content(averager.kind, why_not, num_workers, replica.num_workers)
     if why_not is not None and averager.kind == "drifts":
         return content
     kinds = kinds_of(averager, worker_state) if why_not is None else ()

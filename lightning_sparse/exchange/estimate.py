@@ -1,15 +1,18 @@
 """Estimates the cost of an exchange before a run."""
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from math import ceil, inf
 from typing import get_args
 
 from torch import nn
 
-from lightning_sparse.exchange.routes.cost_model import Costs, speeds
+from lightning_sparse.exchange.routes.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.wire import DTYPES, ValueDtype
 from lightning_sparse.sparsifiers.protocol import is_number, require_count, require_density, require_flag, require_word
 
+DENSITIES = [digits * 10.0**power for power in range(-8, -1) for digits in range(10, 100)]
+"""Densities with two digits, ascending."""
 BUCKET_BYTES = 25 * 2**20
 """Default size of DDP's buckets."""
 CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT = 0.7e-9, 1.6e-9
@@ -32,7 +35,7 @@ class Estimate:
         sparse_seconds: seconds per step of a sparse exchange.
         dense_bytes: bytes that reach a worker per step in a dense exchange.
         sparse_bytes: bytes that reach a worker per step in a sparse exchange.
-        break_even: the density above which a dense exchange costs less, in 0…1.
+        break_even: the density up to which a sparse exchange costs less than a dense one, in 0…1, with two digits.
         compute_seconds: time of a step without any exchange; None if unknown.
     """
 
@@ -69,7 +72,7 @@ class Estimate:
             )
         if self.break_even == 0:
             sentences.append("A dense exchange is fastest at any density: use strategy='ddp'.")
-        elif self.break_even < 1:
+        else:
             sentences.append(f"Densities above {float(f'{100 * self.break_even:.2g}'):g} % gain nothing.")
         return " ".join(sentences)
 
@@ -131,23 +134,28 @@ def estimate(
     received = whole.received_bytes(density * num_elements, density * num_elements / num_workers)
     num_buckets = ceil(4 * num_elements / BUCKET_BYTES)
     bucket = replace(whole, num_elements=num_elements // num_buckets)
-    selected = density * bucket.num_elements
-    taken = bucket.seconds(selected, selected / num_workers, rates)
-    route = bucket.cheapest(selected, selected / num_workers, rates)
-    full_bucket = replace(whole, num_elements=min(num_elements, BUCKET_BYTES // 4))
-    dense_seconds = dense_element * num_elements + num_buckets * taken["dense"]
-    almost_nothing = bucket.seconds(1.0, 1.0, rates)["gather"]
-    can_gain = sparse_element * num_elements + num_buckets * almost_nothing < dense_seconds
+
+    def taken(density: float) -> dict[Route, float]:
+        selected = density * bucket.num_elements
+        return bucket.seconds(selected, selected / num_workers, rates)
+
+    def sparse_seconds(density: float) -> float:
+        return sparse_element * num_elements + num_buckets * min(taken(density).values())
+
+    times = taken(density)
+    route = min(times, key=lambda route: times[route])
+    dense_seconds = dense_element * num_elements + num_buckets * times["dense"]
+    gaining = list(takewhile(lambda density: sparse_seconds(density) < dense_seconds, DENSITIES))
     return Estimate(
         num_elements=num_elements,
         num_workers=num_workers,
         gbit_per_s=float(gbit_per_s),
         density=density,
         dense_seconds=dense_seconds,
-        sparse_seconds=sparse_element * num_elements + num_buckets * taken[route],
+        sparse_seconds=sparse_seconds(density),
         dense_bytes=received["dense"],
         sparse_bytes=received[route],
-        break_even=full_bucket.break_even_density(rates) if can_gain else 0.0,
+        break_even=gaining[-1] if gaining else 0.0,
         compute_seconds=compute_seconds,
     )
 

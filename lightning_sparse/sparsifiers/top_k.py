@@ -15,9 +15,6 @@ from lightning_sparse.sparsifiers.protocol import (
     require_word,
 )
 
-DIGIT_BITS = 16
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-
 
 class TopK(MarkingSparsifier):
     """Selects the k coordinates of largest magnitude of every layer, or of the whole model.
@@ -32,8 +29,7 @@ class TopK(MarkingSparsifier):
     Args:
         density: the share to send, in (0, 1].
         granularity: ``"layer"`` or ``"model"``, which compares magnitudes of all layers.
-            Then no exchange can begin before backward has ended, and two more passes read p
-            (``lightning_sparse.sparsifiers.top_k.kth_largest_magnitude``).
+            Then no exchange can begin before backward has ended, and finding the k-th takes a copy of all magnitudes.
 
     Raises:
         ValueError: a density outside (0, 1], or another granularity.
@@ -71,8 +67,7 @@ class TopK(MarkingSparsifier):
         if kth is None:  # without a survey, the bucket is the whole model
             k = _k(self.density, compensated.numel())
             kth = kth_largest_magnitude([lambda: compensated], k, compensated.dtype)
-        # No value is below NaN, so if NaN is the k-th, finite values stay.
-        kth = kth.to(compensated.device, non_blocking=True).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        kth = kth.to(compensated.device, non_blocking=True)
         magnitude = compensated.abs()
         # A tensor without dimensions would be rounded to the bucket's dtype, and might admit smaller magnitudes.
         return (magnitude < kth.view(1)).logical_not_().logical_and_(magnitude != 0)
@@ -98,44 +93,14 @@ def _k(density: float, num_elements: int) -> int:
 def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: torch.dtype) -> Tensor:
     """Returns the k-th largest magnitude of all parts together. Nothing waits for the device.
 
-    This is a radix selection, because magnitudes are in the order of their bits. A histogram of their highest 16 bits
-    gives those of the k-th. A histogram of the next 16 bits, of magnitudes that share the highest, gives the next 16.
-    This takes two passes over float32 and four over float64. NaN counts as larger than infinity.
-
     Args:
-        parts: each returns a tensor of shape (m,) whenever it is called.
+        parts: each returns a tensor of shape (m,).
         k: from 1 to the number of all elements.
-        dtype: of the parts, float32 or float64.
+        dtype: of the result, float32 or float64; no part has a wider one.
 
     Returns:
-        One element of this dtype, on the first part's device.
+        One element on the first part's device. NaN counts as infinity.
     """
-    prefix: Tensor | None = None
-    rank: Tensor | int = k
-    for shift in range(8 * dtype.itemsize - DIGIT_BITS, -1, -DIGIT_BITS):
-        histogram: Tensor | None = None
-        for part in parts:
-            words = part().abs().view(_INTEGERS[dtype])
-            counts = _histogram(words, shift, None if prefix is None else prefix.to(words.device, non_blocking=True))
-            histogram = counts if histogram is None else histogram.add_(counts.to(histogram.device, non_blocking=True))
-        assert histogram is not None
-        at_least = histogram.flip(0).cumsum(0)  # counts of the highest digit, of the two highest digits, …
-        higher = (at_least < rank).count_nonzero()  # digits above the k-th's digit
-        rank = rank - torch.cat([at_least.new_zeros(1), at_least]).index_select(0, higher.view(1)).view(())
-        digit = len(at_least) - 1 - higher
-        prefix = digit if prefix is None else prefix << DIGIT_BITS | digit
-    assert prefix is not None
-    return prefix.to(_INTEGERS[dtype]).view(dtype)
-
-
-def _histogram(words: Tensor, shift: int, above: Tensor | None) -> Tensor:
-    """Counts the digits at ``shift`` of the words with the given higher digits: int64, shape (2**16,)."""
-    digits = words >> shift
-    if above is not None:
-        # Other words count as a digit beyond the last, which is dropped.
-        digits = torch.where(digits >> DIGIT_BITS == above, digits & (1 << DIGIT_BITS) - 1, 1 << DIGIT_BITS)
-    size = (1 << DIGIT_BITS) + 1
-    if words.device.type == "cpu":
-        return digits.bincount(minlength=size)[:-1]
-    counts = torch.zeros(size, dtype=torch.int64, device=words.device)  # bincount would synchronise with a GPU
-    return counts.index_add_(0, digits, counts.new_ones(1).expand(digits.numel()))[:-1]
+    first, *others = (part().abs().to(dtype) for part in parts)
+    magnitudes = torch.cat([first, *(other.to(first.device, non_blocking=True) for other in others)])
+    return magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf).topk(k, sorted=False).values.min()

@@ -25,10 +25,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     zero and, with a density, with a calibration.
 
     Args:
+        gradient_as_bucket_view: of ``DistributedDataParallel``; True saves two copies of the gradient per step. None is
+            True in automatic optimization without unused parameters.
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
-            ``gradient_as_bucket_view``, which saves two copies of the gradient per step, is True by default in
-            automatic optimization without unused parameters.
 
     Attributes:
         state: the `SparseState` of the running or last ``fit``, None before.
@@ -39,8 +39,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     _options: GradientOptions
     _lightning_arguments = ddp_arguments
 
-    def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, gradient_as_bucket_view: bool | None = None, **kwargs: Any) -> None:
         self._options = self._taken(GradientOptions, kwargs)
+        # A command line passes all defaults, so DDP's own default would look like the user's choice.
+        if gradient_as_bucket_view is not None:
+            kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(sparsifier, **kwargs)
 
     @override

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.content import KEY, WorkerState, warn_of_incomplete
+from lightning_sparse.checkpointing.content import KEY, WorkerState, empty_content, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.saving import collect_together
 from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
@@ -192,7 +192,9 @@ class SparseStrategy(TakesOptions):
         elif has_state and isinstance(self._launcher, _MultiProcessingLauncher) and not dist.is_initialized():
             # Lightning brings the process that started the workers weights and metrics, but no optimizer states.
             why = "it is saved by a process that was no worker, and optimizers and number of steps are not in it either"
-            warn_of_incomplete("drifts" if isinstance(self._options, DriftOptions) else "gradients", why)
+            kind = "drifts" if isinstance(self._options, DriftOptions) else "gradients"
+            warn_of_incomplete(kind, why)
+            checkpoint[KEY] = sealed(empty_content(kind, why))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:

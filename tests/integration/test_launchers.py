@@ -71,6 +71,7 @@ SAVES = (
     assert "lightning_sparse" in inside
     assert after["global_step"] == 0
     assert after["optimizer_states"] == []
+    assert "a process that was no worker" in after["lightning_sparse"]["why_incomplete"]
     trainer = Trainer(strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=3, logger=False)
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(16, 4), 2), ckpt_path="after.ckpt")
 """
@@ -80,19 +81,9 @@ SAVES = (
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("strategy", "messages"),
-    [
-        (
-            "ddp_hardthreshold_fork",
-            [
-                "the checkpoint holds no residuals (it is saved by a process that was no worker",
-                "the checkpoint was written without a sparse exchange",
-            ],
-        ),
-        ("local_hardthreshold_notebook", ["holds no drifts (it is saved by a process that was no worker"]),
-    ],
+    ("strategy", "lost"), [("ddp_hardthreshold_fork", "residuals"), ("local_hardthreshold_notebook", "drifts")]
 )
-def test_a_checkpoint_after_a_forked_fit_names_its_gaps(strategy: str, messages: list[str], tmp_path: Path) -> None:
+def test_a_checkpoint_after_a_forked_fit_names_its_gaps(strategy: str, lost: str, tmp_path: Path) -> None:
     finished = run_script(
         SAVES.replace("enable_checkpointing=False", "enable_checkpointing=True")
         .replace('strategy.model._get_ddp_logging_data()["comm_hook"]', "None")
@@ -100,8 +91,8 @@ def test_a_checkpoint_after_a_forked_fit_names_its_gaps(strategy: str, messages:
         strategy,
         tmp_path,
     )
-    for message in messages:
-        assert finished.stderr.count(message) == 1, finished.stderr
+    message = f"the checkpoint holds no {lost} (it is saved by a process that was no worker"
+    assert finished.stderr.count(message) == 1, finished.stderr  # Python shows an equal warning only once
 
 
 def test_the_process_that_forked_workers_raises_their_exception(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ EXCHANGE: dict[str, Any] = {
     "link_gbit_s": None,
     "worker_state": "full",
 }
-OF_DDP: dict[str, Any] = {"error_feedback": "gradient", "local_clip_norm": None}
+OF_DDP: dict[str, Any] = {"error_feedback": "gradient", "local_clip_norm": None, "gradient_as_bucket_view": None}
 DRIFTS: dict[str, Any] = {
     "every_n_steps": 1,
     "keep_drift": True,

@@ -37,13 +37,14 @@ def average(
         buffers: gives work space, which all buckets share, because they are decoded one after the other.
         by_senders: whether to divide by the number of nonzero values of each element, instead of that of payloads.
     """
-    if is_native(out, wire_dtype=payload_format.wire.dtype):
+    has_kernels = is_available(out.device)
+    if not has_kernels and is_native(out, wire_dtype=payload_format.wire.dtype):
         native.average(_native(payload_format, rows, by_senders), out)
         return
     senders = None
     if by_senders:
         senders = buffers.take("senders", out.numel(), torch.int32, out.device).zero_()
-    if is_available(out.device):
+    if has_kernels:
         places = len(rows) * payload_format.capacity(rows.shape[1])
         quotients = buffers.take("quotients", places, out.dtype, out.device)
         decode(payload_format, rows, out, quotients, 1, senders)

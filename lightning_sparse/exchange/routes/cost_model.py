@@ -4,7 +4,6 @@ Every worker and every repeated run must get the same result, so this module doe
 depend on the headers of earlier steps and on the given link.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -158,12 +157,3 @@ class Costs:
                 + REDUCE_SCATTER_LAUNCHES * launch
             )
         return taken
-
-    def break_even_density(self, speeds: Speeds) -> float:
-        """Return the density above which the dense route is the fastest, in 0…1."""
-
-        def is_dense(index: int) -> bool:
-            selected = index / 2**30 * self.num_elements
-            return self.cheapest(selected, selected / self.num_workers, speeds) == "dense"
-
-        return bisect_left(range(1, 2**30), True, key=is_dense) / 2**30
