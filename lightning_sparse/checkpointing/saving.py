@@ -1,9 +1,12 @@
 """Collecting the state of all workers for a checkpoint.
 
 A worker that raised an exception or got a signal may be alone, so workers first wait for each other at a
-``SaveBarrier``. Without all of them the checkpoint has no tensors of workers and says why.
+``SaveBarrier``. Without all of them the checkpoint has no tensors of workers and says why. Files and folders appear
+under their names only when they are complete.
 """
 
+import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -15,7 +18,9 @@ from traceback import walk_stack
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import (
     FOLDER,
@@ -227,3 +232,47 @@ def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str,
         if workers.rank == 0:
             means[key] = total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True)
     return means
+
+
+class WholeFileCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and renames it when it is complete, so that a kill leaves the old one.
+
+    Lightning writes below TMPDIR and moves the file. From another file system that copies over the old checkpoint, and
+    a kill in the middle leaves neither. Addresses such as ``s3://…`` are left to Lightning.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if Path(path).is_dir():
+            raise IsADirectoryError(f"Cannot save {str(path)!r}: it is a folder. Remove it, or save elsewhere.")
+        part = part_of(Path(path))
+        super().save_checkpoint(checkpoint, part, storage_options)
+        os.replace(part, path)
+
+
+def part_of(path: Path) -> Path:
+    """Return the name of a checkpoint, a file or a folder, until it is complete."""
+    return path.with_name(f".{path.name}.part")
+
+
+def put_in_place(path: Path) -> None:
+    """Give a complete folder its name and remove the old checkpoint; do nothing if there is no such folder.
+
+    A kill leaves one of the two, or both between the renames: ``.NAME.whole`` and ``.NAME.old``.
+    """
+    whole, old = (path.with_name(f".{path.name}.{ending}") for ending in ("whole", "old"))
+    shutil.rmtree(whole, ignore_errors=True)
+    try:
+        part_of(path).rename(whole)
+    except FileNotFoundError:  # another node has the same disk, and was first
+        return
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_dir():
+        path.rename(old)
+    else:
+        path.unlink(missing_ok=True)
+    whole.rename(path)
+    shutil.rmtree(old, ignore_errors=True)

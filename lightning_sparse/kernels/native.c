@@ -38,7 +38,7 @@ typedef struct {
     int64_t selected;       /* coordinates so far, written or not */
     int64_t non_finite;     /* selected values that are NaN or infinite */
     double squares;         /* the sum of e'^2, as if all selected values were sent */
-    uint32_t largest;       /* bits of the largest |p|; NaN is larger than all other values */
+    float largest;          /* the largest |p|; NaN is larger than all other values */
     float loss_scale;       /* S; 1 changes no bit */
     float divisor;          /* of dense values */
     float scale;            /* a value is its number on the wire times this power of two */
@@ -140,7 +140,7 @@ INLINE float *weights_at(const step_t *step, int64_t place) { return step->weigh
 INLINE int form(step_t *step, int64_t begin, int64_t count, float threshold, float *p) {
     static const float zeros[GROUP];
     const float *before = step->before ? step->before + begin : zeros, scale = step->loss_scale;
-    uint32_t bits[GROUP], largest = 0, least;
+    uint32_t bits[GROUP], of_group = 0, so_far, least;
     if (count < GROUP) memset(p, 0, GROUP * sizeof *p);
     if (step->weights) {
         const float *weights = weights_at(step, begin);
@@ -155,9 +155,10 @@ INLINE int form(step_t *step, int64_t begin, int64_t count, float threshold, flo
     /* Magnitudes have the order of their bits, with NaN above infinity. */
     memcpy(bits, p, sizeof bits);
     memcpy(&least, &threshold, sizeof least);
-    for (int j = 0; j < GROUP; j++) largest = (bits[j] & 0x7FFFFFFF) > largest ? bits[j] & 0x7FFFFFFF : largest;
-    if (largest > step->largest) step->largest = largest;
-    return largest < least;
+    memcpy(&so_far, &step->largest, sizeof so_far);
+    for (int j = 0; j < GROUP; j++) of_group = (bits[j] & 0x7FFFFFFF) > of_group ? bits[j] & 0x7FFFFFFF : of_group;
+    if (of_group > so_far) memcpy(&step->largest, &of_group, sizeof of_group);
+    return of_group < least;
 }
 
 /* Writes a group past the caches, which saves reading the memory first. */

@@ -8,6 +8,7 @@ adding two vectors.
 import ctypes
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -33,31 +34,31 @@ _VECTORS = {
 SUBNORMAL = 5e-324
 
 
-class Step(ctypes.Structure):
-    """A step of the hard threshold on one bucket: ``step_t`` of ``native.c``, which describes the fields."""
+_TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("before", "after", "gradient", "parts", "part_ends", "weights")),
-        ("weights_start", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("dense", "values", "offsets", "ends")),
-        ("capacity", ctypes.c_int64),
-        ("slices", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("slice_elements", "selected", "non_finite")),
-        ("squares", ctypes.c_double),
-        *((name, ctypes.c_float) for name in ("largest", "loss_scale", "divisor", "scale")),
-        *((name, ctypes.c_int32) for name in ("wire", "clears")),
-    )
+
+def _fields_of(struct: str) -> list[tuple[str, Any]]:
+    """Returns the names and types of the fields of a struct in ``native.c``, the only place that lists them."""
+    match = re.search(r"typedef struct \{([^{}]*)\} " + struct, SOURCE.read_text())
+    assert match is not None
+    fields: list[tuple[str, Any]] = []
+    for declaration in re.sub(r"/\*.*?\*/|const ", "", match[1], flags=re.DOTALL).split(";")[:-1]:
+        kind, names = declaration.split(maxsplit=1)
+        for name in names.split(","):
+            fields.append((name.strip(" *"), ctypes.c_void_p if "*" in name else _TYPES[kind]))
+    return fields
+
+
+class Step(ctypes.Structure):
+    """A step of the hard threshold on one bucket."""
+
+    _fields_ = _fields_of("step_t")
 
 
 class Payloads(ctypes.Structure):
-    """All workers' payloads of a bucket: ``payloads_t`` of ``native.c``."""
+    """All workers' payloads of a bucket."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ends", "values", "offsets")),
-        *((name, ctypes.c_int64) for name in ("row", "num_payloads", "capacity", "num_blocks")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("wire", "by_senders")),
-    )
+    _fields_ = _fields_of("payloads_t")
 
 
 class Parts:

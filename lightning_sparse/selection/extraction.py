@@ -20,8 +20,15 @@ from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, sent_and_kept
 from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fused
-from lightning_sparse.selection.numbers import FIXED_FIELDS, LocalNumbers, header_fields, layer_errors, squared_norm
-from lightning_sparse.selection.own_sums import OwnSums
+from lightning_sparse.selection.numbers import (
+    FIXED_FIELDS,
+    SLOTS,
+    LocalNumbers,
+    header_fields,
+    layer_errors,
+    squared_norm,
+)
+from lightning_sparse.selection.own_sums import keep_small_sums, put_back
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun, exceed
 from lightning_sparse.sparsifiers.protocol import (
     LayerLayout,
@@ -67,10 +74,11 @@ class Extraction:
             float64, shape (``header_fields``,), on the bucket's device.
         """
         wire = shipment.format.wire
-        sums = None
-        if isinstance(shipment, ReduceScatterShipment) and shipment.thresholds_sums:
-            sums = OwnSums(bucket, shipment, self._runs(bucket))
-            shipment.keep_sums, shipment.put_back = sums.keep, sums.put_back
+        keeps_sums = isinstance(shipment, ReduceScatterShipment) and shipment.thresholds_sums
+        if keeps_sums:
+            assert isinstance(shipment, ReduceScatterShipment)
+            shipment.keep_sums = partial(keep_small_sums, bucket, shipment, self._runs(bucket))
+            shipment.put_back = partial(put_back, bucket.residual.after)
             bucket = replace(bucket, left_out=[*bucket.left_out, shipment.own_slice])
         may_be_fast = self._is_threshold and not wire.is_whole
         has_kernels = may_be_fast and self._keeps_rest and is_available(bucket.gradient.device)
@@ -84,8 +92,10 @@ class Extraction:
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
         if has_kernels:
-            header = self._fill_fused(bucket, shipment, squared_gradient_norm)
-            if sums is not None:
+            header = self._fill_fused(bucket, shipment)
+            if measures_gradient:
+                header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
+            if keeps_sums:
                 bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
             return header
         if is_fast:
@@ -94,21 +104,21 @@ class Extraction:
             numbers = self._fill_marked(bucket, shipment)
         else:
             numbers = self._fill_selected(bucket, shipment)
-        if sums is not None and not is_fast:
-            sums.put_back(shipment.rest())
-        elif sums is not None and numbers.non_finite:
+        if keeps_sums and not is_fast:
+            put_back(bucket.residual.after, shipment.rest())
+        elif keeps_sums and numbers.non_finite:
             bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
         numbers.squared_gradient_norm = squared_gradient_norm
         return numbers.header(bucket.gradient.device)
 
-    def _fill_fused(self, bucket: FlatBucket, shipment: Shipment, squared_gradient_norm: float | Tensor) -> Tensor:
+    def _fill_fused(self, bucket: FlatBucket, shipment: Shipment) -> Tensor:
         after, runs = bucket.residual.after, self._pieces(bucket)
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         if shipment.payload is not None:
             shipment.is_cleared = shipment.out is bucket.gradient
             shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
-        take_out_fused(bucket, shipment, runs, header, boundaries, squared_gradient_norm)
+        take_out_fused(bucket, shipment, runs, header, boundaries)
         if self._per_layer:
             # The kernels write the selected coordinates of each layer, which precede the errors.
             header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)

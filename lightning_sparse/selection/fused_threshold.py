@@ -65,7 +65,6 @@ def take_out_fused(
     runs: Sequence[ThresholdRun],
     header: Tensor,
     boundaries: Boundaries | None = None,
-    squared_gradient_norm: float | Tensor = 0.0,
 ) -> None:
     """Selects coordinates with not (abs(p) < λ), p = e + g / S, writes them out and keeps the rest.
 
@@ -81,7 +80,6 @@ def take_out_fused(
         header: float64, shape (FIXED_FIELDS + layers,) or more: receives the numbers of the step, and the selected
             coordinates of each layer. Further fields are not modified.
         boundaries: of the layers and slices whose coordinates are counted.
-        squared_gradient_norm: ‖g‖² for the header, on the bucket's device; 0 outside of calibration.
     """
     (before, after, _), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
     size, device, take = after.numel(), after.device, shipment.buffers.take
@@ -121,8 +119,6 @@ def take_out_fused(
     assert header.numel() >= FIXED_FIELDS + num_layers
     arguments = (counts, numbers, bits, places, counts_before, starts, ends, header)
     launch(summarise, 1, *arguments, blocks, num_layers, num_slices, **_SUMMARISE)
-    if isinstance(squared_gradient_norm, Tensor):
-        header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
     torch.autograd.graph.increment_version(after)  # kernels do not
     if parts is not None:
         into = (parts.values, parts.offsets, size, parts.values.numel(), wire.scale)

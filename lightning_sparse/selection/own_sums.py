@@ -25,52 +25,44 @@ from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 from lightning_sparse.sparsifiers.protocol import Selection
 
 
-class OwnSums:
-    """Keeps small sums of one bucket in the residual.
+def keep_small_sums(
+    bucket: FlatBucket, shipment: ReduceScatterShipment, runs: Sequence[ThresholdRun], averages: Tensor, most: int
+) -> Tensor:
+    """Adds this worker's values to the averages of its slice, and keeps all but the first ``most`` large ones.
 
     Args:
         bucket: its residual holds p and receives e'.
         shipment: the exchange of the bucket.
         runs: neighbouring runs that together cover the bucket.
+        averages: (1/n) Σ_{i ≠ j} out_i, padded with zeros. Becomes a.
+        most: the most coordinates to send.
+
+    Returns:
+        The number of averages of at least λ / √n, one element, without a wait for the device.
     """
+    (start, end), n = shipment.own_slice, shipment.workers.num_workers
+    after, averages = bucket.residual.after[start:end], averages[: end - start]
+    # An unused layer's residual must not change, because it is not rolled back: its sums are sent whole.
+    left_out = [slice(max(first - start, 0), max(last - start, 0)) for first, last in bucket.left_out]
+    own = after.clone()
+    after.zero_()
+    for part in left_out:
+        after[part], own[part] = own[part], 0
+    sums = averages + own / n
+    is_small = torch.empty_like(sums, dtype=torch.bool)
+    for threshold, run_start, run_end, _ in runs:
+        part = slice(max(run_start - start, 0), max(run_end - start, 0))
+        torch.lt(sums[part].abs(), threshold / sqrt(n), out=is_small[part])
+    for part in left_out:
+        is_small[part] = sums[part] == 0
+    is_large = is_small.logical_not_()
+    num_large = is_large.count_nonzero()
+    is_sent = is_large & (is_large.cumsum(0) <= most)
+    averages.copy_(torch.where(is_sent, sums, 0))
+    after.add_(sums.masked_fill_(is_sent, 0).nan_to_num_(0.0, 0.0, 0.0), alpha=n)
+    return num_large
 
-    def __init__(self, bucket: FlatBucket, shipment: ReduceScatterShipment, runs: Sequence[ThresholdRun]) -> None:
-        self._bucket, self._runs = bucket, runs
-        self._slice, self._num_workers = shipment.own_slice, shipment.workers.num_workers
 
-    def keep(self, averages: Tensor, most: int) -> Tensor:
-        """Adds this worker's values to the averages of its slice, and keeps all but the first ``most`` large ones.
-
-        Args:
-            averages: (1/n) Σ_{i ≠ j} out_i, padded with zeros. Becomes a.
-            most: the most coordinates to send.
-
-        Returns:
-            The number of averages of at least λ / √n, one element, without a wait for the device.
-        """
-        (start, end), n = self._slice, self._num_workers
-        after, averages = self._bucket.residual.after[start:end], averages[: end - start]
-        # An unused layer's residual must not change, because it is not rolled back: its sums are sent whole.
-        left_out = [slice(max(first - start, 0), max(last - start, 0)) for first, last in self._bucket.left_out]
-        own = after.clone()
-        after.zero_()
-        for part in left_out:
-            after[part], own[part] = own[part], 0
-        sums = averages + own / n
-        is_small = torch.empty_like(sums, dtype=torch.bool)
-        for threshold, run_start, run_end, _ in self._runs:
-            part = slice(max(run_start - start, 0), max(run_end - start, 0))
-            torch.lt(sums[part].abs(), threshold / sqrt(n), out=is_small[part])
-        for part in left_out:
-            is_small[part] = sums[part] == 0
-        is_large = is_small.logical_not_()
-        num_large = is_large.count_nonzero()
-        is_sent = is_large & (is_large.cumsum(0) <= most)
-        averages.copy_(torch.where(is_sent, sums, 0))
-        after.add_(sums.masked_fill_(is_sent, 0).nan_to_num_(0.0, 0.0, 0.0), alpha=n)
-        return num_large
-
-    def put_back(self, selection: Selection) -> None:
-        """Adds finite values to the residual at unique indices."""
-        after = self._bucket.residual.after
-        after.index_add_(0, selection.indices, selection.values.nan_to_num(0.0, 0.0, 0.0))
+def put_back(residual: Tensor, selection: Selection) -> None:
+    """Adds finite values to a residual at unique indices."""
+    residual.index_add_(0, selection.indices, selection.values.nan_to_num(0.0, 0.0, 0.0))

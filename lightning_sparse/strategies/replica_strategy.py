@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import collect, patience_of
-from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
+from lightning_sparse.checkpointing.saving import collect, part_of, patience_of, put_in_place
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange.agreement import gather_objects, require_agreement

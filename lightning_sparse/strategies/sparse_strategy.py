@@ -18,11 +18,10 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, WorkerState, empty_content, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import collect_together
-from lightning_sparse.checkpointing.whole_files import WholeFileCheckpointIO
+from lightning_sparse.checkpointing.saving import WholeFileCheckpointIO, collect_together
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
-from lightning_sparse.engine.snapshot import is_equal, sealed
+from lightning_sparse.engine.snapshot import seal_of, sealed
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier, require_word
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.options import TakesOptions
@@ -213,7 +212,10 @@ class SparseStrategy(TakesOptions):
         if "optimizer_states" in extra:  # values that a hook has changed replace every worker's own
             states_of_first = content["extras"][0][0]["optimizer_states"]
             states = [
-                {key: own[key] if is_equal(now[key], then.get(key)) else now[key] for key in now}
+                {
+                    key: own[key] if seal_of({key: now[key]}) == seal_of({key: then.get(key)}) else now[key]
+                    for key in now
+                }
                 for now, then, own in zip(states, states_of_first, extra["optimizer_states"], strict=False)
             ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

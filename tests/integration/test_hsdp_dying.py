@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_sparse.checkpointing import saving
-from lightning_sparse.checkpointing.whole_files import part_of, put_in_place
+from lightning_sparse.checkpointing.saving import part_of, put_in_place
 from tests.integration.hsdp_models import DRIFTS, GRADIENTS, STEPS, Sharded, data, run_ranks, whole_weights
 from tests.integration.models import HAS_SAVE_ON_EXCEPTION, assert_equal, quiet_trainer
 from tests.integration.test_dying_workers import GROUP_TIMEOUT, Failure
