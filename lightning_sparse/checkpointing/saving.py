@@ -212,7 +212,7 @@ def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers) -> lis
     ends = accumulate(getattr(entry, "nbytes", CHUNK_BYTES) for _, entry in entries)
     # Workers with equal parameters have equal chunks.
     for _, chunk in groupby(zip(ends, entries, strict=True), lambda placed: placed[0] // CHUNK_BYTES):
-        full = whole(dict(entry for _, entry in chunk))
+        full = whole(dict(entry for _, entry in chunk), on_cpu=True)
         parts = workers.gather_objects_to_first(copied(full)) if replica.rank == 0 else []
         for of_worker, part in zip(of_workers, parts, strict=False):
             for (kind, name), entry in part.items():

@@ -37,9 +37,12 @@ def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
     )
 
 
-def whole(tree: Any) -> Any:
-    """Return nested containers with full tensors instead of sharded ones. Collective for their ranks."""
-    return tree_map_only(DTensor, DTensor.full_tensor, tree)
+def whole(tree: Any, *, on_cpu: bool = False) -> Any:
+    """Return nested containers with full tensors instead of sharded ones. Collective for their ranks.
+
+    ``on_cpu`` copies each full tensor to the CPU before the next one is gathered.
+    """
+    return tree_map_only(DTensor, lambda shard: shard.full_tensor().cpu() if on_cpu else shard.full_tensor(), tree)
 
 
 def own_part(parameter: Tensor, full: Tensor) -> Tensor:
