@@ -170,7 +170,7 @@ class Extraction:
         if weights is not None:
             assert bucket.notes is not None
             bucket.notes[0] = step.largest
-            shipment.take_payloads = partial(_move, bucket, shipment)
+            shipment.take_payloads = partial(_move, bucket)
         if shipment.payload is not None:
             shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         if not self._keeps_rest:

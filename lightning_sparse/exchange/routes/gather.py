@@ -156,7 +156,7 @@ class GatherShipment(Shipment):
             return
         rows = self._wait_for_payloads()
         if self.take_payloads is not None:
-            self.take_payloads(rows)
+            self.take_payloads(self, rows)
             return
         if not self.is_dense and self._rests is None:
             average(self.format, rows, self.out, self.buffers, by_senders=self.by_senders)

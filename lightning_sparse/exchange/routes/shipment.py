@@ -41,8 +41,8 @@ class Shipment:
 
     Attributes:
         payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
-        take_payloads: takes all workers' payloads, shape (n, bytes), instead of ``out``; the caller may set it. A route
-            without such payloads writes ``out``.
+        take_payloads: takes this shipment and all workers' payloads, shape (n, bytes), instead of ``out``; the caller
+            may set it. A route without such payloads writes ``out``.
         rest: returns the selected coordinates that exceed the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
         sent_bytes: bytes that this worker passed to collectives.
@@ -61,7 +61,7 @@ class Shipment:
     buffers: Buffers
     by_senders: bool = False
     payload: Tensor | None = field(default=None, init=False)
-    take_payloads: Callable[[Tensor], None] | None = field(default=None, init=False)
+    take_payloads: Callable[["Shipment", Tensor], None] | None = field(default=None, init=False)
     rest: Callable[[], Selection] = field(init=False)
     work: Pending = field(default_factory=Pending, init=False)
     sent_bytes: int = field(default=0, init=False)
@@ -109,7 +109,8 @@ class SenderCount:
     """
 
     def __init__(self, masked: Tensor, workers: Workers) -> None:
-        self.counts = (masked != 0).to(torch.uint8 if workers.num_workers < 256 else torch.int32)
+        is_sent = masked != 0
+        self.counts = is_sent.view(torch.uint8) if workers.num_workers < 256 else is_sent.int()
         self._work = workers.all_reduce(self.counts)
 
     def divide(self, sums: Tensor) -> None:
