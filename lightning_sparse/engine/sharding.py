@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.engine.step_stats import LayerStats, StepStats, layer_stats
+from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.exchange.agreement import differing, require_agreement
 from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
@@ -65,14 +65,14 @@ class Sharding:
         if self.replica.num_workers == 1:
             return own
         names = list(self.named) if own.layers else []
-        layers = [own.layers.get(name, LayerStats(0, 0, 0.0, 0.0)) for name in names]
+        layers = [own.layers.get(name, LayerStats(own.num_workers, 0, 0, 0.0)) for name in names]
         numbers = [getattr(own, number.name) for number in OF_STEP]
         numbers += [getattr(layer, number.name) for layer in layers for number in OF_LAYER]
         rows = self.replica.gather_numbers(numbers, self.device)
         totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
         of_step = {number.name: next(totals) for number in OF_STEP}
-        of_layers = {name: layer_stats(OF_LAYER, [next(totals) for _ in OF_LAYER], own.num_workers) for name in names}
-        trained = {name: layer for name, layer in of_layers.items() if layer.num_elements}  # others are frozen
+        whole = [replace(layer, **{number.name: next(totals) for number in OF_LAYER}) for layer in layers]
+        trained = {name: layer for name, layer in zip(names, whole, strict=True) if layer.num_elements}  # not frozen
         return replace(own, **of_step, layers=trained)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.selection.numbers import FIXED_FIELDS, HEADER, LAYER_HEADER, STEP_NUMBERS, StepNumber, combined
+from lightning_sparse.selection.numbers import FIXED_FIELDS, HEADER, LAYER_HEADER, STEP_NUMBERS, combined
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 
@@ -17,16 +17,21 @@ class LayerStats:
     """Statistics of one layer in one step, averaged over the workers.
 
     Attributes:
+        num_workers: n.
         num_elements: elements of the layer.
         selected: Σ_i k_i of this layer.
-        density: (1/n) Σ_i k_i / num_elements, in 0…1.
         squared_error: (1/n) Σ_i ‖e_i‖² of this layer after the step, in gradient units squared.
     """
 
+    num_workers: int
     num_elements: int
     selected: int
-    density: float
     squared_error: float
+
+    @property
+    def density(self) -> float:
+        """(1/n) Σ_i k_i / num_elements, in 0…1."""
+        return self.selected / (self.num_workers * self.num_elements) if self.num_elements else 0.0
 
 
 @dataclass(frozen=True)
@@ -94,18 +99,11 @@ def _of_layers(layout: LayerLayout, fields: Tensor) -> dict[str, LayerStats]:
     num_workers, num_layers = len(fields), len(layout.names)
     columns = [number for number in LAYER_HEADER for _ in layout.names]
     totals = combined(fields, columns, "workers", num_workers)
+    names = [number.name for number in LAYER_HEADER]
     return {
-        name: layer_stats(LAYER_HEADER, totals[place::num_layers], num_workers, num_elements=size)
+        name: LayerStats(num_workers, size, **dict(zip(names, totals[place::num_layers], strict=True)))
         for place, (name, size) in enumerate(zip(layout.names, layout.sizes, strict=True))
     }
-
-
-def layer_stats(numbers: Sequence[StepNumber], values: Sequence[Any], num_workers: int, **others: Any) -> LayerStats:
-    """Return the statistics of a layer from its values, including the density."""
-    of_layer = dict(zip((number.name for number in numbers), values, strict=True)) | others
-    num_coordinates = num_workers * of_layer["num_elements"]
-    density = of_layer["selected"] / num_coordinates if num_coordinates else 0.0
-    return LayerStats(density=density, **of_layer)
 
 
 def step_metrics(steps: Sequence[StepStats]) -> dict[str, float]:

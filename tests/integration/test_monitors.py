@@ -198,7 +198,7 @@ def test_rank_0_prints_the_table_without_a_logger(per_layer: bool) -> None:
 def test_the_table_has_at_most_80_columns_and_shortens_layer_names() -> None:
     """Uses names of PEFT adapters of a GPT."""
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
-    layers = {name.format(layer): LayerStats(32_768, 2, 0.5, 1.0) for layer in (0, 31)}
+    layers = {name.format(layer): LayerStats(2, 32_768, 2, 1.0) for layer in (0, 31)}
     monitor = DensityMonitor()
     monitor.take_in(StepStats(0, 2, 2 * 32_768, 4, 1.0, 1.0, 0, 60, 400, 0.1, layers=layers))
     table = monitor.table()
@@ -210,7 +210,7 @@ def test_the_table_has_at_most_80_columns_and_shortens_layer_names() -> None:
 
 def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
     monitor = DensityMonitor()
-    layer = LayerStats(2**40, 1, 1.23456e-9, 1.0)
+    layer = LayerStats(1, 2**40, 1357, 1.0)
     step = StepStats(0, 2, 2**40, 10**12, 1.0, 1.0, 0, 10**18, 10**18, 1.23456e-9, layers={"a." * 99 + "weight": layer})
     monitor.load_state_dict({**monitor.state_dict(), "totals": {"steps": 10**9}})
     monitor.take_in(step)

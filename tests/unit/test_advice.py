@@ -36,7 +36,7 @@ def step(selected: float, *, error: float = 1.0, dense: float = 0.0, layers: Any
         threshold=1.0,
         dense_elements=int(dense * ELEMENTS),
         is_calibration=calibrates,
-        layers={name: LayerStats(10, int(sent), sent / 20, norm**2) for name, (sent, norm) in (layers or {}).items()},
+        layers={name: LayerStats(2, 10, int(sent), norm**2) for name, (sent, norm) in (layers or {}).items()},
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ CALIBRATION_STEPS = 50
 def corrected(control, threshold, density, *, is_all=False):
     """Returns the next λ after a step in which the residual has changed."""
     squared_error = 0.0 if is_all else abs(control.squared_error) + 1
-    stats = LayerStats(1000, round(1000 * density), density, squared_error)
+    stats = LayerStats(1, 1000, round(1000 * density), squared_error)
     return control.corrected(threshold, stats, pace_of(control.density))
 
 
@@ -168,7 +168,7 @@ class Walks:
             selected = np.abs(residual) >= self.sparsifier.threshold_of(name)
             residual[selected] = 0
             count = int(selected.sum())
-            stats[name] = LayerStats(size, count, count / (2 * size), float((residual**2).sum() / 2))
+            stats[name] = LayerStats(2, size, count, float((residual**2).sum() / 2))
         self.calibrator.observe(step_of(stats))
         return {name: layer.density for name, layer in stats.items()}
 
@@ -198,13 +198,13 @@ def test_an_unused_layer_keeps_its_threshold():
 
 def test_an_empty_layer_has_no_threshold():
     sparsifier, calibrator = layered(1.0)
-    calibrator.observe(step_of({"empty": LayerStats(0, 0, 0.0, 0.0)}))
+    calibrator.observe(step_of({"empty": LayerStats(2, 0, 0, 0.0)}))
     assert sparsifier.of_layers == {}
 
 
 def test_the_controller_corrects_only_stepped_layers():
     sparsifier, calibrator = layered(1.0)
-    stats = {name: LayerStats(1000, 1000, 1.0, 1.0) for name in ("stepped", "dropped")}
+    stats = {name: LayerStats(1, 1000, 1000, 1.0) for name in ("stepped", "dropped")}
     calibrator.observe(step_of(stats), counts=False)
     calibrator.confirm({"stepped"})
     assert sparsifier.threshold_of("stepped") > 1
@@ -213,6 +213,6 @@ def test_the_controller_corrects_only_stepped_layers():
 
 def test_a_resized_layer_gets_its_new_share():
     _, calibrator = layered(1.0)
-    calibrator.observe(step_of({"bias": LayerStats(1, 1, 0.5, 1.0)}))
-    calibrator.observe(step_of({"bias": LayerStats(20, 10, 0.5, 1.0)}))
+    calibrator.observe(step_of({"bias": LayerStats(2, 1, 1, 1.0)}))
+    calibrator.observe(step_of({"bias": LayerStats(2, 20, 20, 1.0)}))
     assert calibrator.state_dict()["controls"]["bias"]["density"] == 1 / 20

@@ -64,7 +64,7 @@ def test_calibration_takes_the_overshoot_into_account():
 
 def test_residuals_of_sent_values_do_not_count_as_unsent():
     def layer(squared_error):
-        return LayerStats(1000, 10, 0.01, squared_error)
+        return LayerStats(1, 1000, 10, squared_error)
 
     assert is_all_sent(layer(0.0), 0.01, 0.0)
     assert not is_all_sent(layer(1e-30), 0.01, 0.0)

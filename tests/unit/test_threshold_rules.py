@@ -107,7 +107,7 @@ def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
     calibrator.set_threshold(1.0)
     found = []
     for step, squared_error in enumerate(squared_errors):
-        layers = {"w": LayerStats(100, selected, selected / 200, squared_error)}
+        layers = {"w": LayerStats(2, 100, selected, squared_error)}
         stats = StepStats(step, 2, 100, selected, squared_error, 0.0, 0, 400, 400, 1.0, layers=layers)
         calibrator.observe(stats)
         found.append(sparsifier.threshold_of("w"))
