@@ -106,7 +106,8 @@ class SparseModelAverager(Averager):
         require_one_device(weights)
         self.device = local(next(iter(weights.values()))).device
         with torch.accelerator.device_index(self.device.index):
-            require_agreement(drift_settings(module, sparsifier, self.options, per_layer_stats), group)
+            settings = drift_settings(sparsifier, self.options, per_layer_stats)
+            require_agreement(parameter_settings(module) | settings, group)
             self._module = module
             self.own_group = OwnGroup(group)
             engine = Engine(sparsifier, self.options, group=self.own_group.group, per_layer_stats=per_layer_stats)
@@ -273,9 +274,7 @@ class SparseModelAverager(Averager):
         return self.exchange.anchors()
 
 
-def drift_settings(
-    module: nn.Module, sparsifier: Sparsifier, options: DriftOptions, per_layer_stats: bool
-) -> dict[str, Any]:
+def drift_settings(sparsifier: Sparsifier, options: DriftOptions, per_layer_stats: bool) -> dict[str, Any]:
     """Return plain values of the settings that must be equal on all workers."""
     settings = sparsifier.settings() | vars(options) | {"outer_optimizer": describe(options.outer_optimizer)}
-    return parameter_settings(module) | settings | {"per_layer_stats": per_layer_stats}
+    return settings | {"per_layer_stats": per_layer_stats}

@@ -56,8 +56,7 @@ class ShardModelAverager(SparseModelAverager):
     ) -> None:
         options = checked(options, DriftOptions)
         require_sparsifier(sparsifier)
-        reshard(module)
-        sharding = Sharding(module, mesh, drift_settings(module, sparsifier, options, per_layer_stats))
+        sharding = Sharding(module, mesh, drift_settings(sparsifier, options, per_layer_stats))
         self.replica = sharding.replica
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
         self._engine.of_whole_model = sharding.of_all_shards

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
-from lightning_sparse.exchange.agreement import differing, require_agreement
+from lightning_sparse.exchange.agreement import differing, parameter_settings, require_agreement
 from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
 
@@ -27,7 +27,7 @@ class Sharding:
     Args:
         module: the model.
         mesh: the dimension of replicas, one rank per replica, of a mesh of all ranks.
-        settings: plain values by name that must be equal on all ranks.
+        settings: plain values by name that must be equal on all ranks, as well as the parameters' shapes and dtypes.
 
     Attributes:
         named: the sharded parameters by name.
@@ -51,8 +51,8 @@ class Sharding:
         shards = {f"shard of {name}": f"{list(local(p).shape)}, {p.dtype}" for name, p in self.named.items()}
         with torch.accelerator.device_index(self.device.index):
             # Compare the shards that replicas share, and report differences on all ranks.
-            different = list(differing(shards, self.group))
-            require_agreement(settings | {"shards that differ between replicas": different})
+            different = {"shards that differ between replicas": list(differing(shards, self.group))}
+            require_agreement(parameter_settings(module) | settings | different)
             self.replica = replica_workers(self.group)
         self.place = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
 

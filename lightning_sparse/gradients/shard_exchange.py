@@ -25,10 +25,9 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.options import ExchangeOptions, checked
-from lightning_sparse.engine.sharding import Sharding, reshard
+from lightning_sparse.engine.sharding import Sharding
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
-from lightning_sparse.exchange.agreement import parameter_settings
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
@@ -122,9 +121,8 @@ class ShardExchange(Averager):
         options = checked(options, ExchangeOptions)
         require_sparsifier(sparsifier)
         options.require(sparsifier)
-        reshard(module)
-        settings = parameter_settings(module) | sparsifier.settings() | vars(options)
-        sharding = Sharding(module, mesh, settings | {"per_layer_stats": per_layer_stats})
+        settings = sparsifier.settings() | vars(options) | {"per_layer_stats": per_layer_stats}
+        sharding = Sharding(module, mesh, settings)
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
         with torch.accelerator.device_index(self.device.index):
             self.own_group = OwnGroup(sharding.group)
