@@ -222,12 +222,11 @@ class SparseModelAverager(Averager):
 
     @torch.no_grad()
     def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by those parts of a snapshot that fit the model. Not collective.
+        """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective.
 
         The module keeps its current weights until ``shared.give_back`` restores the saved ones. Without an anchor in
         the snapshot, the current weights become the anchor.
         """
-        self.reset()
         self._engine.restore(snapshot)
         self.num_steps = snapshot.numbers["num_steps"]
         self.exchange.take_in_as(snapshot.numbers["layout"])

@@ -159,8 +159,7 @@ class Averager:
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by those parts of a snapshot that fit the model. Not collective."""
-        self.reset()
+        """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective."""
         self._engine.restore(snapshot)
         residuals = snapshot.own.get("unsent", {})
         if self.forgets:
@@ -225,6 +224,7 @@ class Averager:
                 f"{self._advice_for_others}."
             )
         require_seal(saved)
+        self.reset()
         self.restore(Snapshot(**{name: saved[name] for name in names}))
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -145,7 +145,7 @@ class SparseState(Averager):
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Replace all state by those parts of a snapshot that fit the model. Not collective."""
+        """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective."""
         super().restore(snapshot)
         self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
         if snapshot.history.get("exchange"):  # missing with another number of workers, where sums differ anyway
