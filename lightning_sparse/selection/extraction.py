@@ -7,7 +7,7 @@ returns indices.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, sent_and_kept
-from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fused
+from lightning_sparse.selection.fused_threshold import take_out_fused
 from lightning_sparse.selection.numbers import (
     FIXED_FIELDS,
     SLOTS,
@@ -60,7 +60,6 @@ class Extraction:
         methods = ("select", "mark", "values")
         own, known = ([getattr(kind, method, None) for method in methods] for kind in (type(sparsifier), HardThreshold))
         self._is_threshold = own == known
-        self._known_boundaries: dict[tuple[LayerLayout, torch.device, bool], Boundaries] = {}
 
     def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
         """Computes p, writes sent values into the shipment, leaves e' in the residual and returns the header.
@@ -117,8 +116,7 @@ class Extraction:
         if shipment.payload is not None:
             shipment.is_cleared = shipment.out is bucket.gradient
             shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
-        boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
-        take_out_fused(bucket, shipment, runs, header, boundaries)
+        take_out_fused(bucket, shipment, runs, header, *self._counted(bucket, shipment))
         if self._per_layer:
             # The kernels write the selected coordinates of each layer, which precede the errors.
             header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
@@ -275,26 +273,21 @@ class Extraction:
         if not self._keeps_rest:
             after.zero_()
         numbers = LocalNumbers(selected, non_finite, squared_norm(after))
-        boundaries = self._boundaries(bucket, has_slices=shipment.payload is not None)
+        boundaries, num_layers, num_slices = self._counted(bucket, shipment)
         if boundaries is not None:
-            before = count_before(boundaries.places)
-            if boundaries.num_slices:
-                numbers.largest_slice = before[-boundaries.num_slices - 1 :].diff().amax()
-            if boundaries.num_layers:
-                of_layers = before[: boundaries.num_layers + 1].diff()
+            before = count_before(boundaries)
+            if num_slices:
+                numbers.largest_slice = before[-num_slices - 1 :].diff().amax()
+            if num_layers:
+                of_layers = before[: num_layers + 1].diff()
                 numbers.of_layers = {"selected": of_layers, "squared_error": layer_errors(after, bucket.layout)}
         return numbers
 
-    def _boundaries(self, bucket: FlatBucket, *, has_slices: bool) -> Boundaries | None:
-        has_slices = has_slices and self._num_slices > 0
-        if not (self._per_layer or has_slices):
-            return None
-        key = (bucket.layout, bucket.gradient.device, has_slices)
-        if key not in self._known_boundaries:
-            layers = bucket.layout.boundaries if self._per_layer else ()
-            slices = slice_bounds(bucket.layout.num_elements, self._num_slices) if has_slices else ()
-            self._known_boundaries[key] = Boundaries(layers, slices, bucket.gradient.device)
-        return self._known_boundaries[key]
+    def _counted(self, bucket: FlatBucket, shipment: Shipment) -> tuple[Tensor | None, int, int]:
+        """Returns boundaries of the layers and slices whose coordinates are counted, and the number of each."""
+        num_layers = len(bucket.layout.names) if self._per_layer else 0
+        num_slices = 0 if shipment.payload is None else self._num_slices
+        return _boundaries(bucket.layout, num_layers, num_slices, bucket.gradient.device), num_layers, num_slices
 
     def _pieces(self, bucket: FlatBucket) -> list[ThresholdRun]:
         return [piece for run in self._runs(bucket) for piece in bucket.pieces(run)]
@@ -302,6 +295,14 @@ class Extraction:
     def _runs(self, bucket: FlatBucket, *, by_layer: bool = False) -> Sequence[ThresholdRun]:
         assert isinstance(self._sparsifier, HardThreshold)
         return self._sparsifier.runs(bucket.layout, bucket.residual.after.dtype, by_layer=by_layer)
+
+
+@lru_cache(maxsize=4096)
+def _boundaries(layout: LayerLayout, num_layers: int, num_slices: int, device: torch.device) -> Tensor | None:
+    layers = layout.boundaries if num_layers else ()
+    slices = slice_bounds(layout.num_elements, num_slices) if num_slices else ()
+    # The copy synchronises, but only in the first step.
+    return torch.tensor([*layers, *slices]).to(device) if layers or slices else None
 
 
 def _require_unchanged(compensated: Tensor, version: int) -> None:

@@ -44,27 +44,14 @@ _SUMMARISE |= _SLOTS | {"FIXED_FIELDS": FIXED_FIELDS}
 _PACK = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "num_warps": 4, "enable_fp_fusion": False}
 
 
-class Boundaries:
-    """The boundaries of layers and slices whose coordinates are counted, on the bucket's device.
-
-    Args:
-        layers: ascending from 0 to m; empty for none.
-        slices: ascending from 0 to m; empty for none.
-        device: the bucket's.
-    """
-
-    def __init__(self, layers: Sequence[int], slices: Sequence[int], device: torch.device) -> None:
-        self.num_layers, self.num_slices = (max(len(places) - 1, 0) for places in (layers, slices))
-        # The copy synchronises, but only in the first step.
-        self.places = torch.tensor([*layers, *slices], dtype=torch.int64).to(device)
-
-
 def take_out_fused(
     bucket: FlatBucket,
     shipment: Shipment,
     runs: Sequence[ThresholdRun],
     header: Tensor,
-    boundaries: Boundaries | None = None,
+    boundaries: Tensor | None = None,
+    num_layers: int = 0,
+    num_slices: int = 0,
 ) -> None:
     """Selects coordinates with not (abs(p) < λ), p = e + g / S, writes them out and keeps the rest.
 
@@ -79,7 +66,9 @@ def take_out_fused(
         runs: neighbouring runs that together cover the bucket.
         header: float64, shape (FIXED_FIELDS + layers,) or more: receives the numbers of the step, and the selected
             coordinates of each layer. Further fields are not modified.
-        boundaries: of the layers and slices whose coordinates are counted.
+        boundaries: of the layers, and then of the slices, whose coordinates are counted: int64, each from 0 to m.
+        num_layers: number of these layers.
+        num_slices: number of these slices.
     """
     (before, after, _), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
     size, device, take = after.numel(), after.device, shipment.buffers.take
@@ -112,12 +101,9 @@ def take_out_fused(
     launch(walk_block, blocks, *work, **constants, **_WALK)
     if must_clear and not clears:
         gradient.zero_()
-    places, num_layers, num_slices, counts_before = None, 0, 0, None
-    if boundaries is not None:
-        places, num_layers, num_slices = boundaries.places, boundaries.num_layers, boundaries.num_slices
-        counts_before = take("before", places.numel(), torch.int64, device)
+    counts_before = None if boundaries is None else take("before", boundaries.numel(), torch.int64, device)
     assert header.numel() >= FIXED_FIELDS + num_layers
-    arguments = (counts, numbers, bits, places, counts_before, starts, ends, header)
+    arguments = (counts, numbers, bits, boundaries, counts_before, starts, ends, header)
     launch(summarise, 1, *arguments, blocks, num_layers, num_slices, **_SUMMARISE)
     torch.autograd.graph.increment_version(after)  # kernels do not
     if parts is not None:

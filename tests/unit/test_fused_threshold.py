@@ -23,7 +23,7 @@ from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import decode, is_available, launching, threshold
 from lightning_sparse.selection import fused_threshold
 from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_rest
-from lightning_sparse.selection.fused_threshold import Boundaries, take_out_fused
+from lightning_sparse.selection.fused_threshold import take_out_fused
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
 from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -68,7 +68,7 @@ def check_guards(*tensors):
         assert (tensor._base[start + tensor.numel() :] == SENTINEL).all()
 
 
-def take_out(residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=None, **into):
+def take_out(residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=(), **into):
     """Takes out of a bucket the values for a shipment with the attributes ``into``."""
     layout = LayerLayout(("all",), (gradient.numel(),))
     flat = FlatBucket(0, layout, gradient, residual, is_last=True, loss_scale=loss_scale)
@@ -76,7 +76,7 @@ def take_out(residual, gradient, runs, *, wire, header, loss_scale=None, boundar
     attributes = {"format": form, "payload": None, "out": None, "divisor": 1, "is_cleared": False, "buffers": Buffers()}
     shipment = SimpleNamespace(**attributes | into)
     version = residual.after._version
-    take_out_fused(flat, shipment, runs, header, boundaries)
+    take_out_fused(flat, shipment, runs, header, *boundaries)
     assert residual.after._version > version or not gradient.numel()  # ResidualMemory must see the change
 
 
@@ -115,13 +115,14 @@ def header_of(layers=0):
 
 def check_step(expected, memory, gradient, runs, wire, scale=None, *, places=((), ()), **into):
     """Takes values out of a bucket and checks the header; ``places`` are the boundaries of layers and slices."""
-    header = header_of(max(len(places[0]) - 1, 0))
+    numbers = [max(len(some) - 1, 0) for some in places]
+    header = header_of(numbers[0])
     take_out(
         *(memory, gradient, runs),
         loss_scale=None if scale is None else torch.tensor([scale], device=DEVICE),
         wire=wire,
         header=header,
-        boundaries=Boundaries(*places, torch.device(DEVICE)) if any(places) else None,
+        boundaries=(torch.tensor([*places[0], *places[1]], device=DEVICE) if any(places) else None, *numbers),
         **into,
     )
     check_guards(header, gradient, memory.after)
@@ -350,7 +351,7 @@ def test_only_the_first_call_waits_for_the_device():
     residual = Residual(start, torch.empty_like(start))
     payload_format = PayloadFormat(200_000, WIRES[1])
     payload = torch.zeros(payload_format.payload_bytes(20_000), dtype=torch.uint8, device="cuda")
-    boundaries = Boundaries([0, 70_000, 200_000], [0, 100_000, 200_000], torch.device("cuda"))
+    boundaries = torch.tensor([0, 70_000, 200_000, 0, 100_000, 200_000], device="cuda"), 2, 2
     scaled = {"loss_scale": torch.ones(1, device="cuda"), "header": header_of(2), "boundaries": boundaries}
     scaled |= {"buffers": Buffers(), "wire": WIRES[1]}
     try:

@@ -108,8 +108,7 @@ def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
     found = []
     for step, squared_error in enumerate(squared_errors):
         layers = {"w": LayerStats(2, 100, selected, squared_error)}
-        stats = StepStats(step, 2, 100, selected, squared_error, 0.0, 0, 400, 400, 1.0, layers=layers)
-        calibrator.observe(stats)
+        calibrator.observe(StepStats(step, 2, 100, selected, squared_error, 0.0, 0, 400, 400, 1.0, layers=layers))
         found.append(sparsifier.threshold_of("w"))
     # The first step has no previous residual to compare with.
     assert (found[1] > found[0]) - (found[1] < found[0]) == {"up": 1, "down": -1, "not": 0}[moves]
