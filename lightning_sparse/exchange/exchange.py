@@ -152,7 +152,7 @@ class Exchange:
             dense.is_typical = not is_full
             return dense
         capacity = self._forecasts["selected"].get(key, Forecast.first(FIRST_CAPACITY)).capacity(num_elements)
-        may_go_dense = costs if self.mode == "auto" else None
+        may_go_dense = costs if self.mode == "auto" and not by_senders else None
         if route == "gather":
             return GatherShipment(*common, coalescer=self._coalescer, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, n)

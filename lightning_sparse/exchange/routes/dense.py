@@ -3,7 +3,7 @@
 import torch
 
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
-from lightning_sparse.exchange.routes.shipment import SenderCount, Shipment
+from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
 
 
@@ -19,8 +19,10 @@ class DenseShipment(Shipment):
         """Issue the all-reduce."""
         self.is_dense = True
         if self.by_senders:
-            self._senders = SenderCount(self.out, self.workers)
-            self.sent_bytes += self._senders.counts.nbytes
+            is_sent = self.out != 0
+            self._senders = is_sent.view(torch.uint8) if self.workers.num_workers < 256 else is_sent.int()
+            self._counting = self.workers.all_reduce(self._senders)
+            self.sent_bytes += self._senders.nbytes
         self.work = self.workers.all_reduce(self.out)
         self.sent_bytes += self.out.nbytes
 
@@ -28,7 +30,8 @@ class DenseShipment(Shipment):
         """Wait for the sums, and divide them if they are not yet averages."""
         super().finish()
         if self.by_senders:
-            self._senders.divide(self.out)
+            self._counting.wait()
+            self.out.div_(self._senders.clamp_(min=1))
 
 
 class DenseStepsShipment(Shipment):

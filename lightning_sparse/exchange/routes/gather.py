@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes.adding import add_selection, average
 from lightning_sparse.exchange.routes.cost_model import Costs
-from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, SenderCount, Shipment
+from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, Shipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
 
@@ -75,7 +75,8 @@ class GatherShipment(Shipment):
     Args:
         coalescer: sends payloads.
         capacity: c, the same on all workers.
-        costs: if given, the bucket restarts as a dense all-reduce if the second round would cost more.
+        costs: if given, the bucket restarts as a dense all-reduce if the second round would cost more; not with
+            ``by_senders``.
 
     Attributes:
         rows: all workers' payloads once ``work`` has ended: uint8, shape (n, bytes), each contiguous.
@@ -136,9 +137,6 @@ class GatherShipment(Shipment):
             self.out.zero_()
             for indices, values in (self.format.unpack(self.payload, self.out.dtype, count), rest):
                 self.out[indices] = values
-            if self.by_senders:
-                self._senders = SenderCount(self.out, self.workers)
-                self.sent_bytes += self._senders.counts.nbytes
             self.work = self.workers.all_reduce(self.out)
             self.sent_bytes += self.out.nbytes
             return
@@ -160,9 +158,6 @@ class GatherShipment(Shipment):
             return
         if not self.is_dense and self._rests is None:
             average(self.format, rows, self.out, self.buffers, by_senders=self.by_senders)
-            return
-        if self.is_dense and self.by_senders:
-            self._senders.divide(self.out)
             return
         senders = torch.zeros_like(self.out, dtype=torch.int32) if self.by_senders else None
         if self._rests is not None:

@@ -99,21 +99,3 @@ class Shipment:
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for this bucket by name; see ``Buffers``."""
         return self.buffers.take((self.bucket, name), numel, dtype, self.out.device)
-
-
-class SenderCount:
-    """The number of workers with a value other than 0 at each element of masked gradients. Collective.
-
-    Attributes:
-        counts: an integer dtype, of the shape of the masked gradient; valid after ``divide``.
-    """
-
-    def __init__(self, masked: Tensor, workers: Workers) -> None:
-        is_sent = masked != 0
-        self.counts = is_sent.view(torch.uint8) if workers.num_workers < 256 else is_sent.int()
-        self._work = workers.all_reduce(self.counts)
-
-    def divide(self, sums: Tensor) -> None:
-        """Divide sums of the masked gradients."""
-        self._work.wait()
-        sums.div_(self.counts.clamp_(min=1))
