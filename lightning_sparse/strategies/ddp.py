@@ -41,9 +41,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     def __init__(self, sparsifier: Sparsifier, *, gradient_as_bucket_view: bool | None = None, **kwargs: Any) -> None:
         self._options = self._taken(GradientOptions, kwargs)
-        # A command line passes all defaults, so DDP's own default would look like the user's choice.
-        if gradient_as_bucket_view is not None:
-            kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
+        self._view = gradient_as_bucket_view  # a command line passes DDP's default as if the user had chosen it
         super().__init__(sparsifier, **kwargs)
 
     @override
@@ -57,16 +55,15 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        given = self._ddp_kwargs
-        # Avoids copies of gradients into buckets and back. In manual optimization, it could change gradients that a
-        # program keeps during another backward. It would also drop old gradients of unused parameters (ParameterUse).
-        may_have_unused = given.get("find_unused_parameters") or given.get("static_graph")
-        if self._module.automatic_optimization and not may_have_unused:
-            self._ddp_kwargs = {"gradient_as_bucket_view": True} | given
-        try:
-            return super()._setup_model(model)
-        finally:
-            self._ddp_kwargs = given
+        view = self._view
+        if view is None:
+            # Avoids copies of gradients into buckets and back. In manual optimization, it could change gradients that a
+            # program keeps during another backward. It would also drop old gradients of unused parameters
+            # (ParameterUse).
+            may_have_unused = self._ddp_kwargs.get("find_unused_parameters") or self._ddp_kwargs.get("static_graph")
+            view = self._module.automatic_optimization and not may_have_unused
+        self._ddp_kwargs["gradient_as_bucket_view"] = view
+        return super()._setup_model(model)
 
     @override
     def _register_ddp_hooks(self) -> None:
