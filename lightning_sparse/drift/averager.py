@@ -160,17 +160,17 @@ class SparseModelAverager(Averager):
             raise RuntimeError(LOST_STEP)
         self.observed_steps.averager_stepped()
         self.num_steps += 1
-        self.exchange.land()
+        self.exchange.finish()
         if self.num_steps % self.options.every_n_steps == 0:
-            self.exchange.depart()
+            self.exchange.start()
             if not self.options.overlap:
-                self.exchange.land()
+                self.exchange.finish()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Complete a pending exchange, which ``overlap=True`` allows. Collective."""
         self._prepare()
-        self.exchange.land()
+        self.exchange.finish()
 
     def _prepare(self) -> None:
         """Do nothing; subclasses free gathered parameters."""
@@ -194,7 +194,7 @@ class SparseModelAverager(Averager):
 
     def obstacles(self) -> list[str]:
         """Return reasons why a checkpoint cannot hold this worker's tensors now."""
-        is_pending = bool(self.exchange.flight) and self.shared.is_shown  # an exception ended the fit
+        is_pending = bool(self.exchange.pending) and self.shared.is_shown  # an exception ended the fit
         return super().obstacles() + ["an exchange has not ended"] * is_pending
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:

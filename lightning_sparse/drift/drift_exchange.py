@@ -32,7 +32,7 @@ class DriftExchange:
         outer: moves the anchors; None subtracts the average.
         untrained: the module's other tensors.
         ownership: allows or forbids steps on the anchored parameters.
-        flight: buckets of an exchange that has started and not ended.
+        pending: buckets of an exchange that has started and not ended.
         is_changing: whether an exchange is changing weights or was interrupted.
         largest_drift: the largest distance of any worker's weight from the anchor before the last exchange.
     """
@@ -47,20 +47,20 @@ class DriftExchange:
         self.is_changing = False
         self.largest_drift = 0.0
         self._module, self._engine, self._replica = module, engine, replica
-        self.flight: list[DriftBucket] = []
+        self.pending: list[DriftBucket] = []
         self._compared: dict[str, Tensor] = {}
         self.take_in_new()
         self._num_compared = len(self.untrained.floating(only_buffers=True))
 
-    def depart(self) -> None:
+    def start(self) -> None:
         """Select values of drifts and start their exchange. Collective."""
         self.is_changing = True
         self.take_in_new()
         self._engine.begin()
-        self._engine.add_all(self._departing())
+        self._engine.add_all(self._forming())
         self.is_changing = not self.options.overlap  # the weights may lack sent values until the exchange ends
 
-    def _departing(self) -> Iterator[DriftBucket]:
+    def _forming(self) -> Iterator[DriftBucket]:
         # Only then can compiled functions keep unsent values in the weights.
         keeps_in_weights = self.options.keep_drift and self.outer is None and not self.options.overlap
         for bucket in self.buckets:
@@ -85,10 +85,10 @@ class DriftExchange:
             )
             if drift.weights is None:
                 drift.form()
-            self.flight.append(drift)
+            self.pending.append(drift)
             yield drift
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """End the exchange, and move anchor and weights by the average. Collective.
 
         Does nothing without a pending exchange.
@@ -96,7 +96,7 @@ class DriftExchange:
         Raises:
             RuntimeError: the averager must not change the weights any more, or the process group has ended.
         """
-        if not self.flight:
+        if not self.pending:
             return
         if not dist.is_initialized():
             raise RuntimeError(
@@ -105,7 +105,7 @@ class DriftExchange:
             )
         self.ownership.require()
         self.is_changing = True
-        flight, self.flight = self.flight, []
+        exchanged, self.pending = self.pending, []
         notes = self._engine.finish()
         largest = max(float(note[:, 0].max()) for note in notes)
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
@@ -113,8 +113,8 @@ class DriftExchange:
         fewest, most = notes[-1][:, 1].aminmax()
         if fewest == most:  # a new buffer may be on one worker only, and messages must have equal sizes
             self._num_compared = int(most)
-        self._move_anchor(flight)
-        for drift in flight:
+        self._move_anchor(exchanged)
+        for drift in exchanged:
             bucket = drift.of
             if drift.weights is not None:
                 if not drift.has_moved:
@@ -129,12 +129,11 @@ class DriftExchange:
         self._engine.account(dense_exchanges=self.options.every_n_steps)
         self.is_changing = False
 
-    def _move_anchor(self, flight: list[DriftBucket]) -> None:
-        for drift in flight:
+    def _move_anchor(self, exchanged: list[DriftBucket]) -> None:
+        for drift in exchanged:
             if self.outer is not None:
                 drift.of.anchor.grad = drift.average
-                continue
-            if drift.weights is None:
+            elif drift.weights is None:
                 drift.of.anchor.sub_(drift.average)
         if self.outer is not None:
             self.outer.step()
@@ -143,10 +142,10 @@ class DriftExchange:
 
     def restart(self) -> None:
         """Make the current weights the anchor, and discard all history. Not collective."""
-        if self.flight:
+        if self.pending:
             for bucket in self.buckets:
                 bucket.drift = torch.zeros_like(bucket.drift)  # pending collectives still write to the old tensors
-        self.flight, self.is_changing = [], False
+        self.pending, self.is_changing = [], False
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             if not self.options.keep_drift:

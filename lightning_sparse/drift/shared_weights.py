@@ -86,7 +86,7 @@ class SharedWeights:
     def mean(self, workers: Workers) -> dict[str, Tensor]:
         """Return means of all workers' weights and differing other tensors by name. Collective."""
         # Parameters unfrozen since the last exchange stay untrained until the next, so this changes no state.
-        self._exchange.land()
+        self._exchange.finish()
         untrained = self._exchange.untrained
         untrained.take_in_new()
         compared = untrained.floating(only_buffers=False)

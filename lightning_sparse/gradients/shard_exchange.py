@@ -171,9 +171,9 @@ class ShardExchange(Averager):
         self.is_exchanging = True
         self._take_in_new()
         self._engine.begin()
-        flight: list[FlatBucket] = []
+        exchanged: list[FlatBucket] = []
 
-        def departing() -> Iterator[FlatBucket]:
+        def filled() -> Iterator[FlatBucket]:
             for bucket in self._buckets:
                 gradients = {
                     name: as_real(local(parameter.grad))
@@ -182,14 +182,14 @@ class ShardExchange(Averager):
                 }
                 is_last = bucket is self._buckets[-1]
                 notes = _on_device(tuple(name in gradients for name in bucket.layout.names), self.device)
-                flight.append(bucket.copy_gradients(gradients, self._residual(bucket), is_last=is_last, notes=notes))
-                yield flight[-1]
+                exchanged.append(bucket.copy_gradients(gradients, self._residual(bucket), is_last=is_last, notes=notes))
+                yield exchanged[-1]
 
-        self._engine.add_all(departing())
-        notes = self._engine.finish() if flight else []
-        for bucket, flat, marks in zip(self._buckets, flight, notes, strict=True):
+        self._engine.add_all(filled())
+        notes = self._engine.finish() if exchanged else []
+        for bucket, flat, marks in zip(self._buckets, exchanged, notes, strict=True):
             self.observed_steps.averaged(bucket.give_back(flat.average, marks.any(0).tolist()))
-        if flight:
+        if exchanged:
             self._engine.account()
         self.is_exchanging = False
 

@@ -182,7 +182,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         another_may_follow = hook == "on_after_backward" and not self._module.automatic_optimization
         needs_weights = hook in _IN_A_STEP or another_may_follow
         # Received values would change weights that a backward needs.
-        is_pending = bool(averager.exchange.flight) and (is_in_trouble() or needs_weights)
+        is_pending = bool(averager.exchange.pending) and (is_in_trouble() or needs_weights)
         is_written_to = averager.shared.was_written_to
         return ["the shared weights were changed"] * is_written_to + ["an exchange has not ended"] * is_pending
 

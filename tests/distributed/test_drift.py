@@ -251,7 +251,7 @@ def test_an_averager_may_be_replaced_or_reset_during_an_exchange(restarts):
     options = DriftOptions(overlap=True)
     old = averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
     train(model, optimizer, range(4), averager)
-    assert averager.exchange.flight
+    assert averager.exchange.pending
     if restarts:
         averager.reset()
     else:

@@ -44,7 +44,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     save_barrier.SaveBarrier: ("wait", "saving_workers"),
     saving: ("together", "collect"),
     Workers: ("average", "gather_objects_to_first"),
-    DriftExchange: ("depart", "land", "_move_anchor"),
+    DriftExchange: ("start", "finish", "_move_anchor"),
     Engine: ("add", "finish", "account"),
     SparseModelAverager: ("step", "snapshot"),
     SharedWeights: ("take_mean", "give_back", "mean", "shown"),
