@@ -27,7 +27,6 @@ class StepsOnAverages(StepObserver):
         Raises:
             RuntimeError: only parameters that are not exchanged have gradients.
         """
-        self._outer = None  # the next step is not nested in an interrupted one
         marks = _marks_of(parameters)
         self._empty_calls = 0 if marks else self._empty_calls + 1
         if not marks:

@@ -95,7 +95,7 @@ class LocalState:
             drifts = [x - weight[name] for weight in stepped.weights]
             # Workers send float32.
             sent = [torch.where(drift.abs() >= threshold, drift.float().double(), 0.0) for drift in drifts]
-            anchor[name] = x - sum(sent) / len(sent)
+            anchor[name] = x - sum(sent) / sum(part != 0 for part in sent).clamp(min=1)
             for rank, (drift, part) in enumerate(zip(drifts, sent, strict=True)):
                 weights[rank][name] = anchor[name] - (drift - part)
         return LocalState(anchor, weights, stepped.momentum)
