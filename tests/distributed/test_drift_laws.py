@@ -196,6 +196,7 @@ def build_selection(case):
 @settings(max_examples=int(os.environ.get("LIGHTNING_SPARSE_EXAMPLES", "25")))
 @given(cases())
 @example(Case(threshold=0.0, is_late=True, every_n_steps=2))
+@example(Case(threshold=0.0, sizes=(1000,), silent=frozenset({1})))
 @example(Case(num_workers=3, keep_drift=False, drift_decay=0.25, has_outer=True, is_late=True, events=((1, "reload"),)))
 @example(Case(num_workers=1, threshold=2.5, steps=9))
 @example(Case(dtype=torch.float32, sizes=(70_000,), exchange="gather", steps=9, threshold=0.3, average_over="workers"))
