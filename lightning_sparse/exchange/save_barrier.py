@@ -91,7 +91,10 @@ class SaveBarrier:
         self._attempts += 1
         if self._workers.num_workers == 1:
             return None
-        return self._decide(status, patience) if self._workers.rank == 0 else self._report(status, patience)
+        try:
+            return self._decide(status, patience) if self._workers.rank == 0 else self._report(status, patience)
+        except dist.DistNetworkError:  # of the store, which ends with rank 0
+            return "rank 0 is gone"
 
     def _report(self, status: dict[str, Any], patience: float) -> str | None:
         attempt = f"{self._workers.rank}/{self._attempts}"

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -147,10 +146,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         # Lightning calls this on every rank first, and then save_checkpoint.
         if self._save_barrier is not None:
             step = {"step": self._module.trainer.global_step}
-            try:
-                why_not = self._save_barrier.wait(step, patience_of(self._timeout))
-            except dist.DistNetworkError:  # of the store, which ends with rank 0
-                why_not = "rank 0 is gone"
+            why_not = self._save_barrier.wait(step, patience_of(self._timeout))
             if why_not is not None:
                 raise RuntimeError(
                     f"No checkpoint was written: {why_not}. Saving a sharded model needs all of its ranks."
