@@ -35,7 +35,7 @@ from lightning_sparse.exchange.workers import LostWorkerError, Workers
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.numbers import header_fields
-from lightning_sparse.sparsifiers.hard_threshold import Dense
+from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier, WholeStep
 
 
@@ -125,7 +125,9 @@ class Engine:
         is_full = self.calibrator.is_running
         if self.options.exchange == "sparse_sums" and getattr(self.sparsifier, "threshold", None) == 0:
             is_full = True  # nothing may wait
-        sends_all = is_full or self.sparsifier.current_threshold == 0
+        # A layer may have a λ of its own, also in calibration.
+        runs = self.sparsifier.runs(layout, dtype) if isinstance(self.sparsifier, HardThreshold) else None
+        sends_all = runs is not None and not any(run.threshold for run in runs)
         bucket.average = gradient
         if gradient.dtype != dtype:  # too narrow for the average
             name = "average", bucket.index

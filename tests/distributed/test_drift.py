@@ -192,6 +192,21 @@ def test_errors_of_averagers_name_the_remedy():
         within.step()
 
 
+@on_workers(2)
+def test_a_layer_with_its_own_threshold_is_averaged_over_senders_while_another_is_sent_whole():
+    model = nn.ParameterDict({"a": torch.zeros(3), "b": torch.zeros(3)})
+    for sparsifier in ({"threshold": 0.0}, {"density": 0.1}):
+        averager = SparseModelAverager(model, HardThreshold(**sparsifier, layer_thresholds={"b": 0.25}))
+        before = {name: anchor.clone() for name, anchor in averager.anchor().items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.2 + 0.1 * dist.get_rank())
+        averager.step()
+        moved = {name: (before[name] - anchor).tolist() for name, anchor in averager.anchor().items()}
+        assert moved == {"a": pytest.approx([0.25] * 3), "b": pytest.approx([0.3] * 3)}
+        averager.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"every_n_steps": 2, "overlap": True}, {"keep_drift": False}])
 @on_workers(2)
 def test_an_unreferenced_averager_is_freed_without_garbage_collection(options):
