@@ -130,7 +130,7 @@ class DriftOptions(ExchangeOptions):
         drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
             ``keep_drift=False``.
         average_over: the workers over which the sent drifts of a coordinate are averaged. ``"senders"``: those that
-            sent a value other than 0 for it, or all in steps that send everything. ``"workers"``: all, where a worker
+            sent a value other than 0 for it, or all in buckets that are sent whole. ``"workers"``: all, where a worker
             that sent none counts as 0.
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
             subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):

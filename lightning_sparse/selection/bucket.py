@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.routes.adding import subtract
+from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts
 from lightning_sparse.selection.numbers import squared_norm
@@ -66,6 +68,13 @@ class FlatBucket:
     def form(self) -> None:
         """Form gradient and residual of a bucket with ``weights``, and set its weights to None."""
 
+    def move(self, shipment: Shipment, rows: Tensor) -> None:
+        """Moves x and w by the average of all workers' payloads, without a tensor for the average."""
+        assert self.weights is not None
+        by_senders = shipment.by_senders
+        subtract(shipment.format, rows, self.residual.before, self.weights, shipment.buffers, by_senders=by_senders)
+        self.has_moved = True
+
     def pieces(self, run: ThresholdRun) -> list[ThresholdRun]:
         """Returns the pieces of a run, with an infinite threshold where values are left out.
 
@@ -99,6 +108,12 @@ def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None =
     """
     unscaled = gradient if loss_scale is None else gradient.to(residual.before.dtype) / loss_scale
     return torch.add(residual.before, unscaled, out=residual.after)
+
+
+def require_unchanged(compensated: Tensor, version: int) -> None:
+    """Raises ValueError if p was changed in place since it had this version."""
+    if compensated._version != version:
+        raise ValueError("A sparsifier changed the compensated gradient in place. Select from a copy.")
 
 
 def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:

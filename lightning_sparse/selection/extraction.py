@@ -7,23 +7,23 @@ returns indices.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.routes.adding import subtract
-from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_bounds, slice_elements
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
 from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
-from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, sent_and_kept
+from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, require_unchanged, sent_and_kept
 from lightning_sparse.selection.fused_threshold import take_out_fused
 from lightning_sparse.selection.numbers import (
     FIXED_FIELDS,
     SLOTS,
     LocalNumbers,
+    boundaries_of,
     header_fields,
     layer_errors,
     squared_norm,
@@ -31,7 +31,6 @@ from lightning_sparse.selection.numbers import (
 from lightning_sparse.selection.own_sums import keep_small_sums, put_back
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun, exceed
 from lightning_sparse.sparsifiers.protocol import (
-    LayerLayout,
     MarkingSparsifier,
     Selection,
     Sparsifier,
@@ -168,7 +167,7 @@ class Extraction:
         if weights is not None:
             assert bucket.notes is not None
             bucket.notes[0] = step.largest
-            shipment.take_payloads = partial(_move, bucket)
+            shipment.take_payloads = bucket.move
         if shipment.payload is not None:
             shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
         if not self._keeps_rest:
@@ -194,7 +193,7 @@ class Extraction:
         for start, end in bucket.left_out:
             marks[start:end] = False
         values = self._sparsifier.values(compensated, bucket.layout)
-        _require_unchanged(compensated, version)
+        require_unchanged(compensated, version)
         non_finite = compensated.isfinite().logical_not_().logical_and_(marks).count_nonzero()
         sent, kept = sent_and_kept(compensated, values, shipment.format.wire)
         sent = torch.where(marks, sent, 0)  # a copy, because the values may be p, whose memory becomes e'
@@ -220,7 +219,7 @@ class Extraction:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         version = compensated._version
         selected = self._sparsifier.select(compensated, bucket.layout)
-        _require_unchanged(compensated, version)
+        require_unchanged(compensated, version)
         if not self._is_marking:
             selected = in_order(selected, bucket.layout.num_elements, compensated.dtype)
         if bucket.left_out:
@@ -287,7 +286,7 @@ class Extraction:
         """Returns boundaries of the layers and slices whose coordinates are counted, and the number of each."""
         num_layers = len(bucket.layout.names) if self._per_layer else 0
         num_slices = 0 if shipment.payload is None else self._num_slices
-        return _boundaries(bucket.layout, num_layers, num_slices, bucket.gradient.device), num_layers, num_slices
+        return boundaries_of(bucket.layout, num_layers, num_slices, bucket.gradient.device), num_layers, num_slices
 
     def _pieces(self, bucket: FlatBucket) -> list[ThresholdRun]:
         return [piece for run in self._runs(bucket) for piece in bucket.pieces(run)]
@@ -295,24 +294,3 @@ class Extraction:
     def _runs(self, bucket: FlatBucket, *, by_layer: bool = False) -> Sequence[ThresholdRun]:
         assert isinstance(self._sparsifier, HardThreshold)
         return self._sparsifier.runs(bucket.layout, bucket.residual.after.dtype, by_layer=by_layer)
-
-
-@lru_cache(maxsize=4096)
-def _boundaries(layout: LayerLayout, num_layers: int, num_slices: int, device: torch.device) -> Tensor | None:
-    layers = layout.boundaries if num_layers else ()
-    slices = slice_bounds(layout.num_elements, num_slices) if num_slices else ()
-    # The copy synchronises, but only in the first step.
-    return torch.tensor([*layers, *slices]).to(device) if layers or slices else None
-
-
-def _require_unchanged(compensated: Tensor, version: int) -> None:
-    if compensated._version != version:
-        raise ValueError("A sparsifier changed the compensated gradient in place. Select from a copy.")
-
-
-def _move(bucket: FlatBucket, shipment: Shipment, rows: Tensor) -> None:
-    """Move anchor and weights of a bucket by the average of all workers' payloads."""
-    assert bucket.weights is not None
-    by_senders = shipment.by_senders
-    subtract(shipment.format, rows, bucket.residual.before, bucket.weights, shipment.buffers, by_senders=by_senders)
-    bucket.has_moved = True

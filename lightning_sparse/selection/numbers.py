@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from operator import attrgetter
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 Rule = Literal["sum", "mean"]
@@ -166,3 +168,12 @@ def _sum_of_squares(values: Tensor, accumulate_in: torch.dtype) -> Tensor:
     rest = torch.linalg.vector_norm(values[whole:], dtype=accumulate_in)
     squared: Tensor = blocks.double().square().sum() + rest.double().square()
     return squared
+
+
+@lru_cache(maxsize=4096)
+def boundaries_of(layout: LayerLayout, num_layers: int, num_slices: int, device: torch.device) -> Tensor | None:
+    """Returns the boundaries of a bucket's layers and of equal slices: int64, or None if both numbers are 0."""
+    layers = layout.boundaries if num_layers else ()
+    slices = slice_bounds(layout.num_elements, num_slices) if num_slices else ()
+    # The copy synchronises, but only in the first step.
+    return torch.tensor([*layers, *slices]).to(device) if layers or slices else None

@@ -187,6 +187,7 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self.comm_hooks: list[str | None] = []
+        self.views: list[bool] = []
         self.initial: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}
         self.residuals: dict[str, Tensor] = {}
@@ -200,6 +201,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Read here: teardown unwraps the model.
+        self.views.append(trainer.strategy.model.gradient_as_bucket_view)
         self.comm_hooks.append(trainer.strategy.model._get_ddp_logging_data().get("comm_hook"))
         self.weights = clones(pl_module.named_parameters())
         state = getattr(trainer.strategy, "state", None)

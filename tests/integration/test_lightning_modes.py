@@ -48,7 +48,9 @@ def train(model: Any, strategy: Any, **options: Any) -> dict[str, Any]:
     trainer = quiet_trainer(strategy, callbacks=callbacks, **options)
     trainer.fit(model, data())
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    seen = {name: getattr(recorder, name) for name in ("comm_hooks", "initial", "weights", "residuals", "steps")}
+    seen = {
+        name: getattr(recorder, name) for name in ("comm_hooks", "views", "initial", "weights", "residuals", "steps")
+    }
     return seen | {"global_step": trainer.global_step, "metrics": metrics}
 
 
@@ -100,7 +102,7 @@ def test_residuals_equal_the_sum_of_each_workers_gradients(name: str) -> None:
         layer: sum(factor * gradient[layer].double() for factor, gradient in zip(of_layer, own, strict=True))
         for layer, of_layer in factors.items()
     }
-    assert run["comm_hooks"] == ["sparse_hook"]
+    assert (run["comm_hooks"], run["views"]) == (["sparse_hook"], [True])
     assert run["global_step"] == 4
     assert [step.selected for step in run["steps"]] == [0] * 4
     assert run["metrics"]["sparse/density"] == 0.0
