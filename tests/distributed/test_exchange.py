@@ -287,9 +287,13 @@ def gather_to_first(device):
     rank = dist.get_rank()
     barrier = SaveBarrier(Workers(None, rank, dist.get_world_size()))
     tensors = [torch.full((3,), rank + 0.5, device=device), torch.full((2,), rank, device=device)]
+    used = []
     for failing in (0, 1, None):  # the others do not notice
         assert barrier.wait({}, 60.0) is None
-        gathered = barrier.saving_workers().gather_objects_to_first({"rank": rank, "tensors": tensors})
+        workers = barrier.saving_workers()
+        assert all(workers is not other for other in used)
+        used.append(workers)
+        gathered = workers.gather_objects_to_first({"rank": rank, "tensors": tensors})
         if rank == failing:
             barrier.saving_failed()
     return gathered
