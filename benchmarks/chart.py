@@ -30,7 +30,7 @@ TICKS = [1, 1.5, 2, 3, 5, 10, 20, 50, 100]
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Returns axes for each model, with a line per method and a point per rate."""
+    """Return axes for each model, with a line per method and a point per rate."""
     results = content["results"]
     models = list(dict.fromkeys(result["model"] for result in results))
     figure = Figure(figsize=(1.5 + 5 * len(models), 4.2), layout="constrained")
@@ -72,7 +72,7 @@ def _rate_label(rate: str) -> str:
 
 
 def main() -> None:
-    """Reads the results and writes the picture."""
+    """Read the results and write the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chart", description=__doc__.splitlines()[0])
     parser.add_argument("--input", type=Path, default=RESULTS / "step_time_bucket_view.json")
     parser.add_argument("--output", type=Path, default=Path("docs/images/step_time.png"))

@@ -44,7 +44,7 @@ Section = tuple[str, str, bool | None]
 
 
 def tests(options: argparse.Namespace) -> Section:
-    """Runs the tests that need a GPU."""
+    """Run the tests that need a GPU."""
     command = [
         sys.executable,
         "-m",
@@ -67,7 +67,7 @@ def tests(options: argparse.Namespace) -> Section:
 
 
 def kernels(options: argparse.Namespace) -> Section:
-    """Times selecting, packing and averaging, relative to copying the bytes."""
+    """Time selecting, packing and averaging, relative to copying the bytes."""
     rows, verdict = [], True
     for elements in options.elements:
         arguments = argparse.Namespace(device=options.device, elements=elements, warm_up=3, repetitions=15)
@@ -89,7 +89,7 @@ def kernels(options: argparse.Namespace) -> Section:
 
 
 def steps(options: argparse.Namespace) -> Section:
-    """Counts launches, host synchronisations and memory per step for routes, sparsifiers and precisions."""
+    """Count launches, host synchronisations and memory per step for routes, sparsifiers and precisions."""
     with tempfile.TemporaryDirectory() as folder:
         _run(gpu_check_worker.measure_all, options, folder)
         results: dict[str, dict[str, Any]] = torch.load(f"{folder}/rows.pt", weights_only=True)
@@ -113,7 +113,7 @@ def steps(options: argparse.Namespace) -> Section:
 
 
 def training(options: argparse.Namespace) -> Section:
-    """Runs the ResNet-18 recipe, dense and sparse."""
+    """Run the ResNet-18 recipe, dense and sparse."""
     data = os.environ.get("LIGHTNING_SPARSE_DATA")
     if data is None:
         return "Training", "Not run: LIGHTNING_SPARSE_DATA does not name a folder with CIFAR-10.", None
@@ -135,7 +135,7 @@ def training(options: argparse.Namespace) -> Section:
 
 
 def faults(options: argparse.Namespace) -> Section:
-    """Compares replicas after many steps, and kills a worker."""
+    """Compare replicas after many steps, and kill a worker."""
     if options.workers < 2:
         return "Faults", "Not run: needs at least two workers.", None
     with tempfile.TemporaryDirectory() as folder:
@@ -153,12 +153,12 @@ def faults(options: argparse.Namespace) -> Section:
 
 
 def _last_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Returns the last error lines of a failed command, else nothing."""
+    """Return the last error lines of a failed command, else nothing."""
     return done.stderr.strip().splitlines()[-MOST_LINES:] if done.returncode not in (0, 5) else []
 
 
 def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, limit: float = 600.0) -> bool:
-    """Runs a function in one process per worker and returns whether all processes ended in time."""
+    """Run a function in one process per worker and return whether all processes ended in time."""
     store = f"{folder}/store.{work.__name__}"
     arguments = (options.workers, options.device, store, folder, vars(options))
     # A forked process cannot use CUDA after its parent has counted devices.
@@ -182,7 +182,7 @@ def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, li
 
 
 def write(options: argparse.Namespace, sections: list[Section], seconds: float) -> None:
-    """Writes the report of the finished sections."""
+    """Write the report of the finished sections."""
     about = report.surroundings()
     lines = [
         "# GPU report",
@@ -204,7 +204,7 @@ SECTIONS = (tests, kernels, steps, training, faults)
 
 
 def main() -> int:
-    """Runs all sections and returns 1 if a section failed."""
+    """Run all sections and return 1 if a section failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"))
@@ -241,7 +241,7 @@ def main() -> int:
 
 
 def _run_section(section: Callable[[argparse.Namespace], Section], options: argparse.Namespace) -> Section:
-    """Runs a section and turns an error into a failed section."""
+    """Run a section and turn an error into a failed section."""
     try:
         return section(options)
     except Exception as error:

@@ -66,7 +66,7 @@ class Model(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
 
     def forward(self, inputs: torch.Tensor, skipped: int | None = None) -> torch.Tensor:
-        """Returns the output of all layers except the skipped layer."""
+        """Return the output of all layers except the skipped layer."""
         for index, layer in enumerate(self.layers):
             if index != skipped:
                 inputs = inputs + torch.tanh(layer(inputs))
@@ -74,7 +74,7 @@ class Model(torch.nn.Module):
 
 
 def join_group(rank: int, num_workers: int, device: str, store: str, timeout: timedelta = TIMEOUT) -> torch.device:
-    """Joins the process group and returns this worker's device."""
+    """Join the process group and return this worker's device."""
     torch.set_num_threads(1)
     # After a timeout, NCCL's watchdog would wait four times as long for other workers to dump their state.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
@@ -88,7 +88,7 @@ def join_group(rank: int, num_workers: int, device: str, store: str, timeout: ti
 
 
 def leave_group() -> None:
-    """Leaves the group and ends Gloo's threads, which could abort the process while Python exits."""
+    """Leave the group and end Gloo's threads, which could abort the process while Python exits."""
     gc.collect()  # frees modules that hold the group
     dist.destroy_process_group()
 
@@ -122,7 +122,7 @@ class Training:
         self.inputs = torch.randn(64, width, device=device, dtype=dtype)
 
     def step(self) -> None:
-        """Makes a training step."""
+        """Make a training step."""
         self.step_number += 1
         skipped = self.step_number % len(self.ddp.module.layers) if self.configuration.finds_unused else None
         self.optimizer.zero_grad()
@@ -133,12 +133,12 @@ class Training:
         self.scaler.update()
 
     def checksum(self) -> float:
-        """Returns a checksum of all weights, to compare replicas."""
+        """Return a checksum of all weights, to compare replicas."""
         return sum(parameter.detach().double().square().sum().item() for parameter in self.ddp.parameters())
 
 
 def measure_all(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
-    """Measures all configurations and writes rank 0's results."""
+    """Measure all configurations and write rank 0's results."""
     worker_device = join_group(rank, num_workers, device, store)
     rows = {configuration.name: _measure(configuration, worker_device, options) for configuration in CONFIGURATIONS}
     if rank == 0:
@@ -181,7 +181,7 @@ def _measure(configuration: Configuration, device: torch.device, options: dict[s
 
 
 def long_run(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
-    """Trains for many steps; rank 0 writes whether replicas have equal bits at the end."""
+    """Train for many steps; rank 0 writes whether replicas have equal bits at the end."""
     worker_device = join_group(rank, num_workers, device, store)
     training = Training(Configuration("gather", "auto"), worker_device, options["width"], options["depth"])
     for _ in range(options["long_steps"]):
@@ -194,7 +194,7 @@ def long_run(rank: int, num_workers: int, device: str, store: str, folder: str, 
 
 
 def lose_worker(rank: int, num_workers: int, device: str, store: str, folder: str, options: dict[str, Any]) -> None:
-    """Trains until the last worker exits without notice."""
+    """Train until the last worker exits without notice."""
     worker_device = join_group(rank, num_workers, device, store, SHORT_TIMEOUT)
     training = Training(Configuration("gather"), worker_device, options["width"], options["depth"])
     for step in range(10_000):

@@ -35,14 +35,14 @@ ROUNDS, STEPS = 7, 25
 
 
 def set_scheduling_class(scheduling: int) -> None:
-    """Sets the scheduling class of all Gloo threads in this process."""
+    """Set the scheduling class of all Gloo threads in this process."""
     for folder in Path("/proc/self/task").iterdir():
         if (folder / "comm").read_bytes().strip() == GLOO_THREAD:
             os.sched_setscheduler(int(folder.name), scheduling, os.sched_param(0))
 
 
 def measure(num_bytes: int) -> dict[str, float]:
-    """Returns the milliseconds per step of each order, beyond computing alone."""
+    """Return the milliseconds per step of each order, beyond computing alone."""
     other = 1 - dist.get_rank()
     sent, received = torch.zeros(2, num_bytes, dtype=torch.uint8)
     matrix = torch.randn(400, 400)
@@ -73,7 +73,7 @@ def measure(num_bytes: int) -> dict[str, float]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Measures in a worker; rank 0 prints the results."""
+    """Measure in a worker; rank 0 prints the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     busy_process = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if options.busy else None
@@ -89,7 +89,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Starts two workers and prints rank 0's results."""
+    """Start two workers and print rank 0's results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="unshaped", help="rate of each host's link, in tc's notation")
     parser.add_argument("--busy", action="store_true", help="run another process on each core")

@@ -107,7 +107,7 @@ class Workers:
         self._readers[-1].start()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for all workers and returns 0, or ends them at the first nonzero exit status and returns it.
+        """Wait for all workers and return 0, or end them at the first nonzero exit status and return it.
 
         Raises:
             TimeoutError: After `timeout` seconds; ends all workers.
@@ -129,7 +129,7 @@ class Workers:
             self.end()
 
     def outputs(self, timeout: float | None = None) -> list[str]:
-        """Waits for all workers and returns their output by rank.
+        """Wait for all workers and return their output by rank.
 
         Raises:
             RuntimeError: A worker fails; ends the other workers.
@@ -142,7 +142,7 @@ class Workers:
         return outputs
 
     def end(self) -> None:
-        """Terminates the running workers, and kills them after five seconds."""
+        """Terminate the running workers, and kill them after five seconds."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             running = [process for process in self.processes if process.poll() is None]
             deadline = time.monotonic() + 5.0
@@ -183,7 +183,7 @@ class NetworkLab:
 
     @staticmethod
     def unavailable_reason() -> str | None:
-        """Returns a sentence with the reason why a lab is impossible, or None if it is possible."""
+        """Return a sentence with the reason why a lab is impossible, or None if it is possible."""
         if not shutil.which("ip") or not shutil.which("tc"):
             return "ip or tc is missing (Linux package iproute2)."
         if os.geteuid() != 0:
@@ -217,7 +217,7 @@ class NetworkLab:
         self.close()
 
     def close(self) -> None:
-        """Ends every worker and removes the network."""
+        """End every worker and remove the network."""
         if os.getpid() == self._owner:  # not in a forked child
             self._cleanup.close()
             atexit.unregister(self.close)
@@ -244,21 +244,21 @@ class NetworkLab:
             _run(*self.on_host(host, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save"]))
 
     def namespace(self, host: int) -> str:
-        """Returns the name of a host's network namespace, as `ip netns` lists it."""
+        """Return the name of a host's network namespace, as `ip netns` lists it."""
         if not 0 <= host < self.hosts:
             raise ValueError(f"Invalid {host=}. Must be within [0, {self.hosts - 1}].")
         return f"{self._name}-host{host}"
 
     def address(self, host: int) -> str:
-        """Returns a host's IPv4 address."""
+        """Return a host's IPv4 address."""
         return f"10.77.0.{host + 1}"
 
     def on_host(self, host: int, command: Sequence[str]) -> list[str]:
-        """Returns a command that executes `command` on a host with an unchanged process id."""
+        """Return a command that executes `command` on a host with an unchanged process id."""
         return ["ip", "netns", "exec", self.namespace(host), *command]
 
     def shape(self, rate: str | None = None) -> None:
-        """Sets the rate of every link, also for open connections; None removes the limit.
+        """Set the rate of every link, also for open connections; None removes the limit.
 
         Args:
             rate: Rate of each direction of a link, such as "200mbit" or "2.5gbit". It includes Ethernet headers, so TCP
@@ -269,7 +269,7 @@ class NetworkLab:
             _configure("tc", self._bridge, _shape(f"port{host}", rate))
 
     def lose(self, share: float) -> None:
-        """Drops a share of the frames (up to 16 kB) that each host receives.
+        """Drop a share of the frames (up to 16 kB) that each host receives.
 
         Raises:
             RuntimeError: The kernel does not support BPF in tc.
@@ -284,19 +284,19 @@ class NetworkLab:
             )
 
     def link_down(self, host: int) -> None:
-        """Disconnects a host: its interface loses the carrier and all packets are lost."""
+        """Disconnect a host: its interface loses the carrier and all packets are lost."""
         _configure("ip", self._bridge, f"link set port{host} down")
 
     def link_up(self, host: int) -> None:
-        """Reconnects a host; the link keeps its rate."""
+        """Reconnect a host; the link keeps its rate."""
         _configure("ip", self._bridge, f"link set port{host} up")
 
     def bytes_sent(self, host: int) -> int:
-        """Returns the bytes that a host has sent since the start, with headers once per frame of TCP."""
+        """Return the bytes that a host has sent since the start, with headers once per frame of TCP."""
         return self._counter(host, "tx")
 
     def bytes_received(self, host: int) -> int:
-        """Returns the bytes that a host has received since the start, with headers as in `bytes_sent`."""
+        """Return the bytes that a host has received since the start, with headers as in `bytes_sent`."""
         return self._counter(host, "rx")
 
     def _counter(self, host: int, direction: str) -> int:
@@ -311,7 +311,7 @@ class NetworkLab:
         pin: bool = True,
         echo: bool = False,
     ) -> Workers:
-        """Starts a command on every host; the arguments are those of `Workers`."""
+        """Start a command on every host; the arguments are those of `Workers`."""
         variables = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(next(self._ports))}
         variables |= {"GLOO_SOCKET_IFNAME": INTERFACE, **(env or {})}
         commands = [self.on_host(host, command) for host in range(self.hosts)]
@@ -320,7 +320,7 @@ class NetworkLab:
         return workers
 
     def run(self, command: Sequence[str], timeout: float | None = None, **options: Any) -> list[str]:
-        """Runs a command on every host with the options of `start`, and returns `Workers.outputs`."""
+        """Run a command on every host with the options of `start`, and return `Workers.outputs`."""
         return self.start(command, **options).outputs(timeout)
 
 
@@ -332,7 +332,7 @@ def start_on_loopback(
     pin: bool = True,
     echo: bool = False,
 ) -> Workers:
-    """Starts a command on loopback as the workers of several hosts; see `Workers` for the arguments."""
+    """Start a command on loopback as the workers of several hosts; see `Workers` for the arguments."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
@@ -340,7 +340,7 @@ def start_on_loopback(
 
 
 def clean() -> list[str]:
-    """Removes the namespaces of labs whose process has ended, kills their processes, and returns their names."""
+    """Remove the namespaces of labs whose process has ended, kill their processes, and return their names."""
     names = [entry["name"] for entry in json.loads(_run("ip", "-j", "netns", "list") or "[]")]
     labs = [re.fullmatch(rf"{PREFIX}-(\d+)-\d+-\w+", name) for name in names]
     abandoned = [lab[0] for lab in labs if lab and not os.path.exists(f"/proc/{lab[1]}")]
@@ -350,7 +350,7 @@ def clean() -> list[str]:
 
 
 def _shape(device: str, rate: str | None) -> str:
-    """Returns a line for `tc` that shapes a device's outgoing traffic."""
+    """Return a line for `tc` that shapes a device's outgoing traffic."""
     if rate is None:
         return f"qdisc replace dev {device} root noqueue"
     if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate):
@@ -370,12 +370,12 @@ def _read(process: subprocess.Popen[str], lines: list[str], label: str | None) -
 
 
 def _configure(program: str, namespace: str, *lines: str) -> None:
-    """Executes lines of `ip` or `tc` in a namespace."""
+    """Execute lines of `ip` or `tc` in a namespace."""
     _run(program, "-n", namespace, "-batch", "-", lines="\n".join(lines))
 
 
 def _run(*command: str, lines: str = "") -> str:
-    """Returns the standard output of a command with `lines` as its input."""
+    """Return the standard output of a command with `lines` as its input."""
     # In a new session, so that Ctrl-C does not reach the commands that clean up.
     done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode != 0:
@@ -384,7 +384,7 @@ def _run(*command: str, lines: str = "") -> str:
 
 
 def _remove(namespace: str) -> None:
-    """Kills the processes in a namespace and removes it, if it exists."""
+    """Kill the processes in a namespace and remove it, if it exists."""
     with contextlib.suppress(RuntimeError):
         for process in _run("ip", "netns", "pids", namespace).split():
             with contextlib.suppress(ProcessLookupError):
@@ -393,12 +393,12 @@ def _remove(namespace: str) -> None:
 
 
 def _exit_on_sigterm(number: int, _: object) -> None:
-    """Handles SIGTERM by leaving all blocks, as after Ctrl-C."""
+    """Handle SIGTERM by leaving all blocks, as after Ctrl-C."""
     raise SystemExit(128 + number)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command on every host of a lab, or on loopback, and returns its exit status."""
+    """Run a command on every host of a lab, or on loopback, and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--workers-per-host", type=int, default=1)

@@ -27,13 +27,13 @@ THRESHOLD = 0.03
 
 
 def bytes_sent() -> int:
-    """Returns the bytes that this host has sent, without loopback."""
+    """Return the bytes that this host has sent, without loopback."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines if not line.strip().startswith("lo:"))
 
 
 def profile_step() -> dict[str, Any]:
-    """Returns the time ranges of backward and its parts in a step, in microseconds, and byte counts."""
+    """Return the time ranges of backward and its parts in a step, in microseconds, and byte counts."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = DistributedDataParallel(torchvision.models.resnet18(num_classes=10))
@@ -69,7 +69,7 @@ def profile_step() -> dict[str, Any]:
 
 
 def format_report(profiled: dict[str, Any]) -> str:
-    """Returns the table."""
+    """Return the table."""
     begin, end = profiled["backward"][0]
     convolutions = sorted(profiled["convolutions"])
     last = convolutions[-1][1]
@@ -91,7 +91,7 @@ def format_report(profiled: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Starts two workers and prints rank 0's report."""
+    """Start two workers and print rank 0's report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="200mbit", help="rate of each host's link, in tc's notation, or unshaped")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

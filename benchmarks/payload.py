@@ -46,14 +46,14 @@ VARIATION = 0.03
 
 
 def interface_bytes() -> tuple[int, int]:
-    """Returns the bytes that this host's interface has received and sent, with headers."""
+    """Return the bytes that this host's interface has received and sent, with headers."""
     with open("/proc/self/net/dev") as lines:
         fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
     return int(fields[0]), int(fields[8])
 
 
 def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: Wire) -> int:
-    """Exchanges a bucket like the communication hook and returns the bytes passed to collectives. Collective."""
+    """Exchange a bucket like the communication hook and return the bytes passed to collectives. Collective."""
     header = torch.zeros(FIXED_FIELDS, dtype=torch.float64)
     header[NUM_SELECTED] = selection.indices.numel()
     bounds = torch.tensor(slice_bounds(out.numel(), exchange.workers.num_workers))
@@ -71,7 +71,7 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
 
 
 def draw_selection(num_elements: int, selected: int, seed: int) -> Selection:
-    """Returns exactly ``selected`` random coordinates, drawn independently for every seed."""
+    """Return exactly ``selected`` random coordinates, drawn independently for every seed."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(num_elements, (selected + selected // 4 + 64,), generator=generator).unique()
     chosen = torch.randperm(drawn.numel(), generator=generator)[:selected]
@@ -81,14 +81,14 @@ def draw_selection(num_elements: int, selected: int, seed: int) -> Selection:
 
 
 def read_results(outputs: list[str]) -> list[Any]:
-    """Returns each worker's JSON result after the mark, by rank."""
+    """Return each worker's JSON result after the mark, by rank."""
     return [
         json.loads(next(line for line in text.splitlines() if line.startswith(MARK))[len(MARK) :]) for text in outputs
     ]
 
 
 def work(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs every case in a worker and returns its bytes per step."""
+    """Run every case in a worker and return its bytes per step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cases = [(dtype, 0, 0.0) for dtype in TARGETS]
@@ -135,7 +135,7 @@ def _run_case(dtype: str, selected: int, variation: float, options: argparse.Nam
 
 
 def summarise(case: dict[str, Any], empty: dict[str, Any], warm_up: int) -> dict[str, Any]:
-    """Returns the bytes per coordinate of a case on a host, over the steps after the warmup."""
+    """Return the bytes per coordinate of a case on a host, over the steps after the warmup."""
     coordinates, handed_bytes = sum(case["coordinates"][warm_up:]), sum(case["handed_bytes"][warm_up:])
     steps, sent_bytes = len(case["interface_bytes"]), sum(case["interface_bytes"])
     header, needed = steps * case["header_bytes"], coordinates * case["coordinate_bytes"]
@@ -157,7 +157,7 @@ def summarise(case: dict[str, Any], empty: dict[str, Any], warm_up: int) -> dict
 
 
 def measure(options: argparse.Namespace, *, short_frames: bool) -> list[dict[str, Any]]:
-    """Runs all cases in a lab and returns host 0's summaries."""
+    """Run all cases in a lab and return host 0's summaries."""
     with NetworkLab(hosts=2) as lab:
         if short_frames:  # one segment per frame
             for host in range(lab.hosts):
@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace, *, short_frames: bool) -> list[dict[str
 
 
 def show(cases: list[dict[str, Any]]) -> None:
-    """Prints the table for a length of frames."""
+    """Print the table for a length of frames."""
     rows = []
     for case in cases:
         sizes = [case[name] for name in ("interface", "interface_less_empty", "coordinate", "padding")]
@@ -185,7 +185,7 @@ def show(cases: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measures in long and short frames, prints and writes; or runs a worker."""
+    """Measure in long and short frames, print and write; or run a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=RESNET_18)
     parser.add_argument("--densities", type=float, nargs="+", default=[1e-3, 1e-2])

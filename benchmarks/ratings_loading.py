@@ -21,7 +21,7 @@ USERS, ITEMS = 138_493, 26_744
 
 
 def main() -> None:
-    """Generates the file, loads it twice and prints the results."""
+    """Generate the file, load it twice and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000_000)
     rows = parser.parse_args().rows
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def write_ratings(path: Path, rows: int) -> None:
-    """Writes ratings of distinct (user, movie) pairs with at least two per user."""
+    """Write ratings of distinct (user, movie) pairs with at least two per user."""
     users = min(USERS, rows // 20)
     per_user = rows // users
     generator = np.random.default_rng(0)

@@ -41,7 +41,7 @@ FLOOR = Variant(
 
 
 def train_turn(lab: NetworkLab, variant: Variant, options: argparse.Namespace, common: list[str]) -> Run:
-    """Trains for a turn and returns the logged scalars."""
+    """Train for a turn and return the logged scalars."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "recipes", "fit", f"--config={options.config}"]
         command += [f"--trainer.logger.save_dir={folder}", *common, *variant.arguments]
@@ -52,7 +52,7 @@ def train_turn(lab: NetworkLab, variant: Variant, options: argparse.Namespace, c
 
 
 def read_times(run: Run) -> tuple[list[float], list[float]]:
-    """Returns the mean seconds per step of each block, and the density if the run logged it."""
+    """Return the mean seconds per step of each block, and the density if the run logged it."""
     end = BLOCK * (BLOCKS + 1)
     seconds = run.values["step_time"][BLOCK:end]
     means = [fmean(seconds[first : first + BLOCK]) for first in range(0, len(seconds) - BLOCK + 1, BLOCK)]
@@ -63,7 +63,7 @@ def read_times(run: Run) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     command_line = [*sys.argv[1:], "--"]
     end = command_line.index("--")
     options, common = parse(command_line[:end]), command_line[end + 1 : -1]
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def parse(command_line: list[str]) -> argparse.Namespace:
-    """Returns the options before ``--``; the arguments after it are for the recipe."""
+    """Return the options before ``--``; the arguments after it are for the recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--variants", type=Path, required=True, help="YAML file with lines 'label: arguments'")

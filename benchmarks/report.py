@@ -25,7 +25,7 @@ RESULTS = Path("benchmarks/results")
 
 
 def quartiles(samples: Sequence[float]) -> dict[str, Any]:
-    """Returns the median, the lower and upper quartile, and the number of samples."""
+    """Return the median, the lower and upper quartile, and the number of samples."""
     if len(samples) == 1:
         low = median = high = samples[0]
     else:
@@ -34,7 +34,7 @@ def quartiles(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a text table with right-aligned columns, except the first."""
+    """Return a text table with right-aligned columns, except the first."""
     lines = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -44,7 +44,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def write(options: argparse.Namespace, results: Any) -> None:
-    """Writes results to ``options.output`` with the environment and the settings."""
+    """Write results to ``options.output`` with the environment and the settings."""
     settings = {name: value for name, value in vars(options).items() if name not in ("output", "worker")}
     content = {**surroundings(), "settings": settings, "results": results}
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write(options: argparse.Namespace, results: Any) -> None:
 
 
 def surroundings() -> dict[str, Any]:
-    """Returns the command of this process, the date, the commit, the hardware and the versions."""
+    """Return the command of this process, the date, the commit, the hardware and the versions."""
     commit = _git("rev-parse", "HEAD")
     hardware: dict[str, Any] = {
         "processor": _processor(),
@@ -83,7 +83,7 @@ def _processor() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Returns git's output, or nothing without git or a repository."""
+    """Return git's output, or nothing without git or a repository."""
     try:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:

@@ -84,24 +84,24 @@ class Network(NamedTuple):
     inner_latency: float
 
     def seconds(self, traffic: Traffic) -> float:
-        """Returns the predicted time of a mode."""
+        """Return the predicted time of a mode."""
         outer = traffic.outer_rounds * self.outer_latency + traffic.outer_bytes / self.outer_bandwidth
         return outer + traffic.inner_rounds * self.inner_latency + traffic.inner_bytes / self.inner_bandwidth
 
 
 def estimate_largest(mean: float, candidates: int) -> float:
-    """Returns the mean plus sqrt(2 ln candidates) deviations, the likely largest of rare independent counts."""
+    """Return the mean plus sqrt(2 ln candidates) deviations, the likely largest of rare independent counts."""
     return mean + math.sqrt(2 * mean * math.log(max(candidates, 1)))
 
 
 def bucket_costs(num_workers: int, num_elements: int) -> Costs:
-    """Returns the package's costs of a bucket of float32 elements."""
+    """Return the package's costs of a bucket of float32 elements."""
     fixed_bytes = PayloadFormat(num_elements, FLOAT).fixed_bytes
     return Costs(num_workers, num_elements, FLOAT_BYTES, FLOAT_BYTES, fixed_bytes)
 
 
 def predict_traffic(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
-    """Returns the traffic of each mode, with hierarchical only for several complete nodes of ``node`` workers."""
+    """Return the traffic of each mode, with hierarchical only for several complete nodes of ``node`` workers."""
     n = costs.num_workers
     headers, sizes = (n - 1) * HEADER_BYTES, (n - 1) * SIZE_BYTES
     received = costs.received_bytes(selected, estimate_largest_slice(selected, n))
@@ -128,12 +128,12 @@ def predict_traffic(costs: Costs, selected: float, node: int) -> dict[str, Traff
 
 
 def estimate_largest_slice(selected: float, num_workers: int) -> float:
-    """Returns the likely largest count of any worker in any slice."""
+    """Return the likely largest count of any worker in any slice."""
     return min(estimate_largest(selected / num_workers, num_workers**2), selected)
 
 
 def simulate(density: float, network: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Prints and returns the predictions for all numbers of workers at a density."""
+    """Print and return the predictions for all numbers of workers at a density."""
     if options.shards > 1:
         print(f"\nDensity {density:.3%}: MB into a node with {options.shards} shards, and ms")
     else:
@@ -162,7 +162,7 @@ def simulate(density: float, network: Network, options: argparse.Namespace) -> l
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs all modes and densities in a worker; returns received bytes and seconds of each step."""
+    """Run all modes and densities in a worker; return received bytes and seconds of each step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -189,7 +189,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs all modes among 2, 4 and 8 hosts; prints and returns measurements and predictions."""
+    """Run all modes among 2, 4 and 8 hosts; print and return measurements and predictions."""
     rate = float(CHECK_RATE[:-4]) * UNITS[CHECK_RATE[-4]] / 8 * TCP_SHARE
     network = Network(rate, options.latency / 1e6, rate, options.latency / 1e6)
     rows, lines = [], []
@@ -217,7 +217,7 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints and writes predictions, and measurements with --check; or runs a worker."""
+    """Print and write predictions, and measurements with --check; or run a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=RESNET_18)
     parser.add_argument("--densities", type=float, nargs="+", default=[1e-3, 1e-2])

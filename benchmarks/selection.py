@@ -52,7 +52,7 @@ Way = Callable[[Tensor], object]
 
 
 def make_bucket(num_elements: int, density: float, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Returns a residual, a gradient and the number of coordinates whose sum reaches the threshold.
+    """Return a residual, a gradient and the number of coordinates whose sum reaches the threshold.
 
     The sum is uniform in (−λ, λ), like a residual between steps, and slightly above λ at random coordinates.
     """
@@ -76,7 +76,7 @@ class Shipment:
 
 
 def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[str, tuple[Way, float]]:
-    """Returns each method with the bytes that it must move."""
+    """Return each method with the bytes that it must move."""
     size = gradient.numel()
     layout = LayerLayout(("weight",), (size,))
     sparsifier = HardThreshold(threshold=THRESHOLD)
@@ -122,7 +122,7 @@ def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[st
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the duration of the work, on a GPU by the GPU's clock."""
+    """Return the duration of the work, on a GPU by the GPU's clock."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SLEEP_CYCLES)  # keeps the host ahead of the device, as in a training step
@@ -137,7 +137,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(density: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Times all methods in turn at a density."""
+    """Time all methods in turn at a density."""
     device = torch.device(options.device)
     start, gradient, selected = make_bucket(options.elements, density, device)
     methods = selection_methods(start, gradient, selected)
@@ -180,7 +180,7 @@ def measure(density: float, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], targets: dict[str, str]) -> None:
-    """Prints the table of a density."""
+    """Print the table of a density."""
     rate = results["floor_bytes_per_second"] / 1e9
     print(f"\ndensity {results['density']:.2%}, {results['selected']:,} coordinates, floor at {rate:,.1f} GB/s")
     if targets is CPU_TARGETS and results["core_share"] < 0.97:
@@ -203,7 +203,7 @@ def show(results: dict[str, Any], targets: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Measures at each density, prints and writes."""
+    """Measure at each density, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--elements", type=int, help="default: 11.17 million on a CPU (ResNet-18), 100 on a GPU")

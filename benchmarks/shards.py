@@ -44,7 +44,7 @@ WARM_UP = 30
 
 
 def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[], float]]:
-    """Returns a function for a training step and a function for the last step's density."""
+    """Return a function for a training step and a function for the last step's density."""
     torch.manual_seed(0)
     model = GPT(width=320, num_layers=8, num_heads=8)
     submesh = mesh if method == HSDP else mesh["shard"]
@@ -82,12 +82,12 @@ def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
 
 
 def interval_of(method: str) -> int:
-    """Returns the number of steps between exchanges."""
+    """Return the number of steps between exchanges."""
     return int(method.partition("_every_")[2] or 1)
 
 
 def sent_bytes() -> int:
-    """Returns the bytes that this host has sent over its link."""
+    """Return the bytes that this host has sent over its link."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:
@@ -96,7 +96,7 @@ def sent_bytes() -> int:
 
 
 def work(seconds: float, steps: int) -> None:
-    """Times all methods on a rank."""
+    """Time all methods on a rank."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     methods = {method: build(method, mesh) for method in METHODS}
@@ -134,7 +134,7 @@ def work(seconds: float, steps: int) -> None:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of timing per rate")

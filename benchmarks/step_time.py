@@ -83,7 +83,7 @@ class Hosts:
             self.lab.close()
 
     def run(self, task: dict[str, Any], rate: str, timeout: float) -> dict[str, Any]:
-        """Runs a task on new workers over links of a rate and returns its result.
+        """Run a task on new workers over links of a rate and return its result.
 
         Raises:
             RuntimeError: a worker failed; the message ends with its output.
@@ -99,7 +99,7 @@ class Hosts:
 
 
 def measure(hosts: Hosts, model: str, rate: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Times all methods with a model at a rate."""
+    """Time all methods with a model at a rate."""
     task = {
         "model": model,
         "device": options.device,
@@ -128,21 +128,21 @@ def measure(hosts: Hosts, model: str, rate: str, options: argparse.Namespace) ->
 
 
 def add_ratios(methods: dict[str, Any]) -> None:
-    """Adds the ratio of each method's median to the floor of its run."""
+    """Add the ratio of each method's median to the floor of its run."""
     floor = methods[FLOOR]["seconds"]["median"]
     for result in methods.values():
         result |= {"floor_seconds": floor, "ratio": result["seconds"]["median"] / floor}
 
 
 def extract_reason(error: Exception) -> str:
-    """Returns the most informative line of a failed worker's output."""
+    """Return the most informative line of a failed worker's output."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     informative = [line for line in lines[1:] if re.search(r"error|enforce|what\(\)|terminate", line, re.IGNORECASE)]
     return re.sub(r"^what\(\):\s*|enforce fail at \S*/", "", (informative or lines)[-1])[:300]
 
 
 def show(model: str, rate: str, results: dict[str, Any], options: argparse.Namespace) -> None:
-    """Prints the table of a model at a rate."""
+    """Print the table of a model at a rate."""
     print(f"\n{model}, {results['parameters']:,} parameters, {options.hosts} hosts, {rate}")
     rows, failures = [], []
     for method, result in results["methods"].items():
@@ -167,7 +167,7 @@ def show(model: str, rate: str, results: dict[str, Any], options: argparse.Names
 
 
 def parse() -> argparse.Namespace:
-    """Returns the options of the command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS[:1], help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--methods", nargs="+", default=METHODS, help=f"some of {', '.join(METHODS)}; any density")
@@ -208,7 +208,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     options = parse()
     results = []
     with Hosts(options) as hosts:

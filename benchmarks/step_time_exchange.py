@@ -41,24 +41,24 @@ class Bucket:
     last: bool
 
     def index(self) -> int:
-        """Returns the bucket's position in DDP's order."""
+        """Return the bucket's position in DDP's order."""
         return self.position
 
     def buffer(self) -> Tensor:
-        """Returns the flat gradient."""
+        """Return the flat gradient."""
         return self.flat
 
     def parameters(self) -> list[Tensor]:
-        """Returns the parameters of the bucket's gradients, in order."""
+        """Return the parameters of the bucket's gradients, in order."""
         return self.layers
 
     def is_last(self) -> bool:
-        """Returns whether this is the last bucket."""
+        """Return whether this is the last bucket."""
         return self.last
 
 
 def record_buckets(module: DistributedDataParallel, loss: Loss, generator: torch.Generator) -> list[Bucket]:
-    """Returns a model's buckets after DDP has rebuilt them."""
+    """Return a model's buckets after DDP has rebuilt them."""
     seen: list[Bucket] = []
 
     def record(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -74,7 +74,7 @@ def record_buckets(module: DistributedDataParallel, loss: Loss, generator: torch
 
 
 def time_exchanges(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Times exchanges of new random gradients, N(0, 1), of the model's size. Collective."""
+    """Time exchanges of new random gradients, N(0, 1), of the model's size. Collective."""
     network, loss = build_model(task["model"], device)
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     module = DistributedDataParallel(network)

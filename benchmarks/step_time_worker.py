@@ -45,7 +45,7 @@ Loss = Callable[[nn.Module, torch.Generator], Tensor]
 
 
 def build_model(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
-    """Returns an untrained model and its loss on a batch drawn from a generator."""
+    """Return an untrained model and its loss on a batch drawn from a generator."""
 
     def draw(high: int, *shape: int, generator: torch.Generator) -> Tensor:
         return torch.randint(high, shape, generator=generator, device=device)
@@ -92,7 +92,7 @@ def build_model(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
 
 
 def parse_drift(method: str) -> tuple[bool, float, int]:
-    """Returns whether a method is local training, the density of its exchanges and the steps between them.
+    """Return whether a method is local training, the density of its exchanges and the steps between them.
 
     ``drift_0.001_every_8`` sends as much as ``drift_0.001``, in an eighth of the exchanges.
     """
@@ -103,7 +103,7 @@ def parse_drift(method: str) -> tuple[bool, float, int]:
 
 
 def target_density(method: str) -> float | None:
-    """Returns the density in a method's name, or None if the method needs no tuning."""
+    """Return the density in a method's name, or None if the method needs no tuning."""
     is_drift, density, _ = parse_drift(method)
     if is_drift:
         return density
@@ -113,7 +113,7 @@ def target_density(method: str) -> float | None:
 
 
 def make_sparsifier(method: str) -> HardThreshold | TopK | None:
-    """Returns the sparsifier of a sparse method, with λ = 0 before tuning, or None."""
+    """Return the sparsifier of a sparse method, with λ = 0 before tuning, or None."""
     if method.startswith((HARD_THRESHOLD, OVERSHOOT)):
         return HardThreshold(threshold=0.0, overshoot=0.75 if method.startswith(OVERSHOOT) else 0.0)
     return TopK(float(method.removeprefix("top_k_"))) if method.startswith("top_k_") else None
@@ -145,7 +145,7 @@ class Training:
             self.module.register_comm_hook(power_sgd, powerSGD_hook)
 
     def step(self) -> float:
-        """Makes and logs a training step; returns its seconds."""
+        """Make and log a training step; return its seconds."""
         started = time.perf_counter()
         with self.module.no_sync() if self.method == "floor" else nullcontext():
             self.loss(self.module, self.generator).backward()
@@ -157,13 +157,13 @@ class Training:
         return time.perf_counter() - started
 
     def log(self, stats: StepStats | None) -> None:
-        """Records the values that a logger would record."""
+        """Record the values that a logger would record."""
         if stats is not None:
             names = ("density", "error_norm", "threshold", "payload_bytes")
             self.logged.append({f"sparse/{name}": getattr(stats, name) for name in names})
 
     def warm_up(self) -> None:
-        """Makes the first steps and tunes a hard threshold to its density. Collective."""
+        """Make the first steps and tune a hard threshold to its density. Collective."""
         density = target_density(self.method)
         if density is not None:
             self._guess_threshold(density)
@@ -182,7 +182,7 @@ class Training:
             self._change_threshold(sqrt(excess))
 
     def _guess_threshold(self, density: float) -> None:
-        """Sets λ = sqrt(E‖g‖² / (density · d)), and residuals as after many steps. Collective."""
+        """Set λ = sqrt(E‖g‖² / (density · d)), and residuals as after many steps. Collective."""
         assert self.state is not None
         elements = sum(parameter.numel() for parameter in self.module.parameters())
         threshold = sqrt(self.squared_gradient_norm(self.module.no_sync) / (density * elements))
@@ -192,7 +192,7 @@ class Training:
         self.state.residuals.load_state_dict(residuals)
 
     def squared_gradient_norm(self, without_exchange: Callable[[], Any]) -> float:
-        """Returns E‖g‖², estimated from a few batches of every worker. Collective."""
+        """Return E‖g‖², estimated from a few batches of every worker. Collective."""
         squared_norms = torch.zeros(8, dtype=torch.float64)
         for index in range(8):
             with without_exchange():
@@ -229,7 +229,7 @@ class LocalTraining(Training):
         self.seconds, self.collectives, self.page_faults = [], [], []
 
     def step(self) -> float:
-        """Makes the steps up to the next exchange; returns the mean seconds per step."""
+        """Make the steps up to the next exchange; return the mean seconds per step."""
         started = time.perf_counter()
         for _ in range(self.every):
             self.loss(self.module, self.generator).backward()
@@ -259,20 +259,20 @@ class LocalTraining(Training):
 
 
 def empty_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Returns the gradient unchanged, to measure DDP without an exchange."""
+    """Return the gradient unchanged, to measure DDP without an exchange."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def set_threshold(state: SparseState | SparseModelAverager, threshold: float) -> None:
-    """Sets λ on this worker; every rank must call this in the same step."""
+    """Set λ on this worker; every rank must call this in the same step."""
     assert isinstance(state.sparsifier, HardThreshold)
     state.sparsifier.fix_threshold(threshold)
 
 
 def draw_residual(num_elements: int, threshold: float, generator: torch.Generator) -> Tensor:
-    """Returns residuals with the distribution after many steps, triangular on (−λ, λ).
+    """Return residuals with the distribution after many steps, triangular on (−λ, λ).
 
     This is the distribution of a random walk of small steps that restarts at 0 when it leaves (−λ, λ). Residuals of 0
     would need 1/density steps to reach it.
@@ -298,7 +298,7 @@ class Collectives:
 
 
 def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Times steps of all methods in turn and returns the results. Collective."""
+    """Time steps of all methods in turn and return the results. Collective."""
     kinds = [LocalTraining if parse_drift(method)[0] else Training for method in task["methods"]]
     trainings = [kind(method, task, device) for kind, method in zip(kinds, task["methods"], strict=True)]
     for training in trainings:
@@ -333,7 +333,7 @@ def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def summarise(logged: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
-    """Returns the statistics of a sparse method over the timed steps."""
+    """Return the statistics of a sparse method over the timed steps."""
     usual = statistics.mode(counts)
     return {
         "density": report.quartiles([row["sparse/density"] for row in logged])
@@ -347,26 +347,26 @@ def summarise(logged: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]
 
 
 def count_page_faults() -> int:
-    """Returns the number of minor page faults of this process."""
+    """Return the number of minor page faults of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def is_past(deadline: float, device: torch.device) -> bool:
-    """Returns whether rank 0's clock is past the deadline. Collective."""
+    """Return whether rank 0's clock is past the deadline. Collective."""
     is_late = torch.tensor([time.monotonic() > deadline], dtype=torch.int32, device=device)
     dist.broadcast(is_late, 0)
     return bool(is_late.item())
 
 
 def gather_slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Returns the time of each step on the slowest worker. Collective."""
+    """Return the time of each step on the slowest worker. Collective."""
     longest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.tolist()
 
 
 def run_worker(run_task: Callable[[dict[str, Any], torch.device], dict[str, Any]]) -> None:
-    """Runs the task in this process's first argument; rank 0 prints the result. Collective."""
+    """Run the task in this process's first argument; rank 0 prints the result. Collective."""
     task = json.loads(sys.argv[1])
     device = torch.device("cpu")
     if task["device"] == "cuda":

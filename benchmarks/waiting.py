@@ -46,7 +46,7 @@ STEPS = 30
 
 
 def add_pause(loss: Callable[..., Any], draw: Callable[[], float]) -> Callable[..., Any]:
-    """Returns a loss function that first pauses for a drawn number of seconds."""
+    """Return a loss function that first pauses for a drawn number of seconds."""
 
     def loss_after_pause(*arguments: Any) -> Any:
         time.sleep(draw())
@@ -56,7 +56,7 @@ def add_pause(loss: Callable[..., Any], draw: Callable[[], float]) -> Callable[.
 
 
 def make_pause(task: dict[str, Any]) -> Callable[[], float]:
-    """Returns a function that draws this worker's pause before a step, in seconds."""
+    """Return a function that draws this worker's pause before a step, in seconds."""
     rank, pause = dist.get_rank(), task["pause"] / 1e3
     if task["situation"] == "pauses":
         generator = random.Random(rank)
@@ -65,7 +65,7 @@ def make_pause(task: dict[str, Any]) -> Callable[[], float]:
 
 
 def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Times the methods in turn and returns the results. Collective."""
+    """Time the methods in turn and return the results. Collective."""
     trainings: list[Training] = []
     for method in task["methods"]:
         trainings.append((LocalTraining if parse_drift(method)[0] else Training)(method, task, device))
@@ -85,7 +85,7 @@ def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="rate of each direction of a link")

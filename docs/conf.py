@@ -77,12 +77,12 @@ if REPOSITORY.startswith(("https://github.com/", "https://gitlab.com/", "https:/
 
 
 def _add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
-    """Appends the navigation to the home page, whose file then reads as plain Markdown elsewhere."""
+    """Append the navigation to the home page, whose file then reads as plain Markdown elsewhere."""
     if page == "index":
         for section, pages in NAVIGATION.items():
             source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {section}", "", *pages, "```\n"])
 
 
 def setup(app: Sphinx) -> None:
-    """Connects the above."""
+    """Connect the functions above."""
     app.connect("source-read", _add_navigation)

@@ -14,7 +14,7 @@ from recipes import MissingDataError
 
 
 def main() -> LightningCLI:
-    """Runs Lightning's command line and returns it when the training is done."""
+    """Run Lightning's command line and return it when the training is done."""
     # Lightning 2.6 uses an API that torch has deprecated; users of a recipe cannot change that.
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     try:

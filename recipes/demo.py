@@ -34,7 +34,7 @@ class Run:
 
 
 def main() -> None:
-    """Runs both trainings, prints a table and draws a picture."""
+    """Run both trainings, print a table and draw a picture."""
     started = time.monotonic()
     output = REPOSITORY / "demo_output" / time.strftime("%Y-%m-%d_%H-%M-%S")
     sparse = train("hard threshold", output / "hard_threshold", number=1)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def train(title: str, folder: Path, *arguments: str, number: int) -> Run:
-    """Runs the recipe in a child process and returns its logged scalars."""
+    """Run the recipe in a child process and return its logged scalars."""
     print(f"\n=== {number} of 2: {title}, two workers on the CPU ===\n", flush=True)
     command = [sys.executable, "-m", "recipes", "fit", f"--config={RECIPE}", f"--trainer.logger.save_dir={folder}"]
     # One thread per worker; thread pools of all cores would compete on one machine.
@@ -64,7 +64,7 @@ def train(title: str, folder: Path, *arguments: str, number: int) -> Run:
 
 
 def read(folder: Path) -> Run:
-    """Returns the scalars of the only TensorBoard run below a folder."""
+    """Return the scalars of the only TensorBoard run below a folder."""
     found = sorted(folder.rglob("events.out.tfevents.*"))
     if len(found) != 1:
         names = ", ".join(file.parent.name for file in found) or "none"
@@ -81,7 +81,7 @@ def read(folder: Path) -> Run:
 
 
 def count_elements() -> int:
-    """Returns d, the number of elements of the recipe's gradient, which plain DDP does not log."""
+    """Return d, the number of elements of the recipe's gradient, which plain DDP does not log."""
     from recipes.resnet18_cifar10.architectures import build_network  # here, because reading results needs no torch
 
     width = yaml.safe_load(RECIPE.read_text())["model"]["init_args"]["width"]
@@ -89,7 +89,7 @@ def count_elements() -> int:
 
 
 def format_table(sparse: Run, dense: Run, num_elements: int) -> str:
-    """Returns a text table that compares both trainings of a model with ``num_elements`` parameters."""
+    """Return a text table that compares both trainings of a model with ``num_elements`` parameters."""
     num_steps = len(sparse.values["sparse/payload_bytes"])
     sent = sum(sparse.values["sparse/payload_bytes"])
     sent_dense = num_steps * num_elements * BYTES_OF_A_VALUE
@@ -117,7 +117,7 @@ def format_table(sparse: Run, dense: Run, num_elements: int) -> str:
 
 
 def draw(sparse: Run, dense: Run, num_elements: int) -> Figure:
-    """Returns a figure with accuracy, density and error norm by step."""
+    """Return a figure with accuracy, density and error norm by step."""
     figure = Figure(figsize=(8, 8.5), layout="constrained")
     figure.suptitle("Sending only the gradient coordinates that reach a threshold: two workers, a small ResNet")
     accuracy, density, error = figure.subplots(3, sharex=True)

@@ -16,7 +16,7 @@ CHUNK_BYTES = 1 << 16
 
 
 def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
-    """Downloads a file unless it exists, verifies it and returns ``path``.
+    """Download a file unless it exists, verify it and return ``path``.
 
     Until it is complete, it has another name. So an interrupted download leaves nothing at ``path``, and processes of
     two nodes with a shared file system may download the same file.

@@ -26,19 +26,19 @@ class GradientNoise(Callback):
         self._draws: list[list[torch.Tensor]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Discards the gradients of an earlier fit."""
+        """Discard the gradients of an earlier fit."""
         if not isinstance(trainer.strategy, SimulatedWorkersStrategy):
             raise TypeError(f"GradientNoise needs SimulatedWorkersStrategy, got {type(trainer.strategy).__name__}.")
         self._draws = [[] for _ in trainer.strategy.averagers]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Watches the next exchange of each worker."""
+        """Watch the next exchange of each worker."""
         strategy: Any = trainer.strategy
         for draws, averager in zip(self._draws, strategy.averagers, strict=True):
             averager.watch_next(partial(_keep, draws))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the estimates."""
+        """Print the estimates."""
         noise, heterogeneity = measured_noise([torch.stack(draws) for draws in self._draws])
         num_elements = self._draws[0][0].numel()
         print(f"σ² = {noise:.4g}, ζ² = {heterogeneity:.4g} (0 or less: workers hardly differ), d = {num_elements:,}")

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def schedule_by_epoch(module: LightningModule, optimizer: torch.optim.Optimizer) -> OptimizerLRScheduler:
-    """Returns an optimizer and its schedule, for ``configure_optimizers``.
+    """Return an optimizer and its schedule, for ``configure_optimizers``.
 
     Args:
         module: has the hyperparameters ``learning_rate``, ``warmup_from``, ``warmup_epochs`` and ``milestones``.
@@ -31,7 +31,7 @@ def schedule_by_epoch(module: LightningModule, optimizer: torch.optim.Optimizer)
 
 
 def steps_per_epoch(module: LightningModule) -> int:
-    """Returns the optimizer steps per epoch of the module's Trainer."""
+    """Return the optimizer steps per epoch of the module's Trainer."""
     # Makes the Trainer load the training data; num_training_batches is infinite before that.
     _ = module.trainer.estimated_stepping_batches
     return ceil(module.trainer.num_training_batches / module.trainer.accumulate_grad_batches)
@@ -40,7 +40,7 @@ def steps_per_epoch(module: LightningModule) -> int:
 def relative_learning_rate(
     epoch: float, *, warmup_from: float, warmup_epochs: float, milestones: Sequence[float]
 ) -> float:
-    """Returns the learning rate as a multiple of the rate after the warmup.
+    """Return the learning rate as a multiple of the rate after the warmup.
 
     Args:
         epoch: epochs since the start, with fractions.

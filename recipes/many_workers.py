@@ -25,7 +25,7 @@ BATCH, LEARNING_RATE = 256, 0.2
 
 
 def main() -> None:
-    """Runs all trainings and writes a row after each."""
+    """Run all trainings and write a row after each."""
     parser = argparse.ArgumentParser(prog="recipes.many_workers", description=__doc__)
     parser.add_argument("--root", type=Path, default=Path("data"))
     parser.add_argument("--workers", type=int, default=64)
@@ -56,7 +56,7 @@ def main() -> None:
 def train(
     data: CIFARDataModule, num_workers: int, steps: int, exchange: str, density: float, seed: int
 ) -> dict[str, Any]:
-    """Trains once and returns a row."""
+    """Train once and return a row."""
     torch.manual_seed(seed)
     assert data.train_images is not None
     assert data.val_images is not None
@@ -104,7 +104,7 @@ def train(
 
 
 def build_network() -> nn.Module:
-    """Returns a network of 131,754 parameters with group normalisation, which suits batches of 4 images."""
+    """Return a network of 131,754 parameters with group normalisation, which suits batches of 4 images."""
     layers: list[nn.Module] = []
     for channels, out_channels, stride in ((3, 32, 2), (32, 64, 2), (64, 64, 1), (64, 128, 2)):
         convolution = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)

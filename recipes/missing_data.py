@@ -10,7 +10,7 @@ class MissingDataError(FileNotFoundError):
 
 
 def fetch_error(title: str, fetch: Callable[[], object]) -> MissingDataError | None:
-    """Returns the error of fetching a data set, or None on success.
+    """Return the error of fetching a data set, or None on success.
 
     Call it in ``prepare_data``, which must not raise because the other workers would wait. Let ``setup`` raise the
     error on all workers.
@@ -26,7 +26,7 @@ def fetch_error(title: str, fetch: Callable[[], object]) -> MissingDataError | N
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Raises any worker's error on all workers. Every rank enters it, because nodes may have different disks.
+    """Raise any worker's error on all workers. Every rank enters it, because nodes may have different disks.
 
     Raises:
         MissingDataError: this worker's own error, else that of another worker.
@@ -42,7 +42,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _messages(own: str | None) -> list[str | None]:
-    """Returns each worker's message, None for workers without an error. Every rank calls this."""
+    """Return each worker's message, None for workers without an error. Every rank calls this."""
     import torch.distributed as dist  # here, because recipes.compare and recipes.plot do not need torch
 
     if not (dist.is_available() and dist.is_initialized()):

@@ -23,7 +23,7 @@ ROWS = (
 
 
 def main() -> None:
-    """Reads the given runs and writes the picture."""
+    """Read the given runs and write the picture."""
     parser = argparse.ArgumentParser(prog="python -m recipes.plot", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="LABEL=FOLDER", type=labelled_folder)
     parser.add_argument("--output", type=Path, required=True, help="the picture to write, for example curves.png")
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def labelled_folder(text: str) -> tuple[str, Path]:
-    """Returns label and folder of ``LABEL=FOLDER``.
+    """Return label and folder of ``LABEL=FOLDER``.
 
     Raises:
         ArgumentTypeError: the label is empty or the folder does not exist.
@@ -45,7 +45,7 @@ def labelled_folder(text: str) -> tuple[str, Path]:
 
 
 def draw(runs: dict[str, Run]) -> Figure:
-    """Returns a row of axes per metric, with single steps in pale and means of ten in full colour."""
+    """Return a row of axes per metric, with single steps in pale and means of ten in full colour."""
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     for axes, (name, label, scale) in zip(figure.subplots(len(ROWS), sharex=True), ROWS, strict=True):
         for number, (run_label, run) in enumerate(runs.items()):

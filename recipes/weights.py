@@ -24,7 +24,7 @@ KEY = "lightning_sparse"
 
 
 def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the module's state with the mean, the anchor and rank 0's weights.
+    """Return the module's state with the mean, the anchor and rank 0's weights.
 
     Args:
         saved: a checkpoint of local training.
@@ -40,7 +40,7 @@ def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
-    """Returns the metrics of each variant of the only checkpoint below a folder."""
+    """Return the metrics of each variant of the only checkpoint below a folder."""
     [path] = folder.rglob("*.ckpt")
     [config] = folder.rglob("config.yaml")
     saved = torch.load(path, weights_only=True, map_location="cpu")
@@ -60,7 +60,7 @@ def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Prints a table with one row per folder."""
+    """Print a table with one row per folder."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -32,7 +32,7 @@ from release.import_time import measure_import_time
 
 
 def find_changelog_faults(changelog: str, version: str) -> list[str]:
-    """Returns a sentence for each fault in the changelog's first heading."""
+    """Return a sentence for each fault in the changelog's first heading."""
     heading = re.search(r"^## \[(.+?)\]", changelog, re.MULTILINE)
     found = heading[1] if heading else "nothing"
     return (
@@ -47,7 +47,7 @@ class Verdicts:
         self.num_failed = 0
 
     def add(self, what: str, faults: list[str], details: str = "") -> None:
-        """Prints the name of a check, its details and its faults."""
+        """Print the name of a check, its details and its faults."""
         self.num_failed += bool(faults)
         print(f"{'FAILED' if faults else 'ok':<8}{what}{': ' if details else ''}{details}", flush=True)
         for fault in faults:
@@ -55,7 +55,7 @@ class Verdicts:
 
 
 def check(folder: Path, constraints: Path, *, is_lent: bool) -> int:
-    """Prints all verdicts and returns the number of failures; `folder` is a temporary folder of the caller."""
+    """Print all verdicts and return the number of failures; `folder` is a temporary folder of the caller."""
     verdicts = Verdicts()
     verdicts.add("version", find_changelog_faults((PROJECT / "CHANGELOG.md").read_text(), __version__), __version__)
     wheel, sdist = build(folder / "dist", is_isolated=not is_lent)
@@ -87,7 +87,7 @@ def check(folder: Path, constraints: Path, *, is_lent: bool) -> int:
 
 
 def find_metadata_faults(distributions: list[Path], folder: Path, constraints: Path) -> list[str]:
-    """Returns twine's complaints about the metadata and the README's page.
+    """Return twine's complaints about the metadata and the README's page.
 
     Twine runs in a separate environment, because it installs `rich`, which changes Lightning's progress bars.
     """
@@ -102,7 +102,7 @@ def find_metadata_faults(distributions: list[Path], folder: Path, constraints: P
 
 
 def try_out(kind: str, distribution: Path, environment: Environment, constraints: Path, verdicts: Verdicts) -> None:
-    """Installs a wheel or sdist, checks its requirements with pip, and trains."""
+    """Install a wheel or sdist, check its requirements with pip, and train."""
     where = "an environment with existing dependencies" if environment.is_lent else "an empty environment"
     begin = time.monotonic()
     try:
@@ -123,7 +123,7 @@ def try_out(kind: str, distribution: Path, environment: Environment, constraints
 
 
 def main() -> int:
-    """Runs the check and returns the exit status."""
+    """Run the check and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m release", description=__doc__.partition("\n")[0])
     parser.add_argument("--lent", action="store_true", help="use the dependencies of this environment")
     parser.add_argument(

@@ -24,7 +24,7 @@ IN_THE_SDIST = (
 
 
 def build(folder: Path, *, is_isolated: bool) -> tuple[Path, Path]:
-    """Builds the sdist from the project and the wheel from the sdist, and returns both paths.
+    """Build the sdist from the project and the wheel from the sdist, and return both paths.
 
     Args:
         folder: the output folder.
@@ -37,19 +37,19 @@ def build(folder: Path, *, is_isolated: bool) -> tuple[Path, Path]:
 
 
 def list_wheel(wheel: Path) -> list[str]:
-    """Returns the files of a wheel."""
+    """Return the files of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return archive.namelist()
 
 
 def list_sdist(sdist: Path) -> list[str]:
-    """Returns the files of an sdist, relative to its top folder."""
+    """Return the files of an sdist, relative to its top folder."""
     with tarfile.open(sdist) as archive:
         return [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
 
 
 def find_wheel_faults(names: Collection[str]) -> list[str]:
-    """Returns a sentence for each fault in the files of a wheel."""
+    """Return a sentence for each fault in the files of a wheel."""
     folders = {name.partition("/")[0] for name in names}
     others = sorted(folder for folder in folders if folder != PACKAGE and not folder.endswith(".dist-info"))
     faults = [f"{folder} does not belong in the wheel." for folder in others]
@@ -57,7 +57,7 @@ def find_wheel_faults(names: Collection[str]) -> list[str]:
 
 
 def find_sdist_faults(names: Collection[str], tracked: Collection[str] | None = None) -> list[str]:
-    """Returns a sentence for each fault in the files of an sdist.
+    """Return a sentence for each fault in the files of an sdist.
 
     Args:
         names: files of the sdist.
@@ -80,7 +80,7 @@ def _find_leftovers(names: Collection[str]) -> list[str]:
 
 
 def list_tracked_files() -> list[str] | None:
-    """Returns the files that git tracks, or None without git or a repository."""
+    """Return the files that git tracks, or None without git or a repository."""
     if not (PROJECT / ".git").exists() or shutil.which("git") is None:
         return None
     return run(["git", "ls-files"], cwd=PROJECT).splitlines()
@@ -102,7 +102,7 @@ class Environment:
         self.python = str(folder / "bin" / "python")
 
     def install(self, requirement: str, constraints: Path) -> None:
-        """Installs a wheel, an sdist or a package by name, with its dependencies unless they are lent."""
+        """Install a wheel, an sdist or a package by name, with its dependencies unless they are lent."""
         command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if self.is_lent:
             command += ["--no-deps", "--no-index", "--no-build-isolation"]
@@ -112,7 +112,7 @@ class Environment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Returns environment variables without those of a running training and of the project's path."""
+        """Environment variables without those of a running training and of the project's path."""
         hidden = ("PYTHON", "COVERAGE", "LIGHTNING_SPARSE")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         inherited = {name: value for name, value in inherited.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
@@ -121,7 +121,7 @@ class Environment:
 
 
 def run(command: list[str], cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> str:
-    """Returns the standard output of a command.
+    """Return the standard output of a command.
 
     Raises:
         RuntimeError: the command fails; the message ends with its output.

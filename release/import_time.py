@@ -12,7 +12,7 @@ _LINE = re.compile(r"import time:\s*\d+ \|\s*(\d+) \| (lightning\.pytorch|lightn
 
 
 def measure_import_time(python: str, folder: Path, variables: Mapping[str, str] | None = None) -> str:
-    """Returns a sentence with the median import times of Lightning alone and of both packages."""
+    """Return a sentence with the median import times of Lightning alone and of both packages."""
     alone, before, added = [], [], []
     for number in range(ROUNDS + 1):
         times = [_import(python, module, folder, variables) for module in ("lightning.pytorch", "lightning_sparse")]

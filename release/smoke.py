@@ -11,7 +11,7 @@ SCRIPT = PROJECT / "release" / "smoke_train.py"
 
 
 def train(environment: Environment, folder: Path) -> dict[str, Any]:
-    """Trains on two workers from another folder and returns the script's result."""
+    """Train on two workers from another folder and return the script's result."""
     folder.mkdir()
     script = shutil.copy(SCRIPT, folder / "train.py")
     printed = run([environment.python, str(script)], cwd=folder, variables=environment.variables)
@@ -20,7 +20,7 @@ def train(environment: Environment, folder: Path) -> dict[str, Any]:
 
 
 def find_faults(result: dict[str, Any], environment: Environment, version: str) -> list[str]:
-    """Returns a sentence for each fault of a training."""
+    """Return a sentence for each fault of a training."""
     first, last = result["losses"]
     checks = {
         f"The package was imported from {result['package']}.": environment.folder in Path(result["package"]).parents,

@@ -25,17 +25,17 @@ class Model(LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Returns the loss and records it."""
+        """Return the loss and records it."""
         loss = nn.functional.cross_entropy(self.layers(batch), batch[:, :10].argmax(dim=1))
         self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns plain SGD."""
+        """Return plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
     def on_train_end(self) -> None:
-        """Prints the result on rank 0 before DDP is torn down."""
+        """Print the result on rank 0 before DDP is torn down."""
         strategy = self.trainer.strategy
         weights = nn.utils.parameters_to_vector(self.parameters()).detach()
         spread = (strategy.reduce(weights, reduce_op="mean") - weights).abs().max().item()

@@ -30,7 +30,7 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a cache)
-    """Marks all rows but the first of each table of tests with workers as ``full``, for ``make test-all``."""
+    """Mark all rows but the first of each table of tests with workers as ``full``, for ``make test-all``."""
     table = item.nodeid.partition("[")[0]
     is_first = table not in begun
     begun.add(table)
@@ -43,14 +43,14 @@ def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a cache)
 
 @pytest.fixture(scope="module")
 def rows(request):
-    """Returns the parameters of all selected rows of a module, so that the first row can start workers for all."""
+    """Return the parameters of all selected rows of a module, so that the first row can start workers for all."""
     items = [item for item in request.session.items if item.path == request.node.path]
     return [item.callspec.params for item in items if hasattr(item, "callspec")]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Runs long tests first, so that no process waits for them at the end."""
+    """Run long tests first, so that no process waits for them at the end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         in_groups = [item for item in items if item.get_closest_marker("xdist_group")]
         assert all("@" in item.nodeid for item in in_groups), "pytest-xdist does not see groups in this pytest"

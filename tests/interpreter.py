@@ -13,19 +13,19 @@ if INTERPRETED:
     from triton.runtime import interpreter
 
     def _convert_exactly(data, source, target, rounding_mode):
-        """Rounds to nearest as devices do; the interpreter itself truncates bfloat16 and drops subnormal numbers."""
+        """Round to nearest as devices do; the interpreter itself truncates bfloat16 and drops subnormal numbers."""
         assert {source, target} == {tl.float32, tl.bfloat16}
         if target == tl.bfloat16:
             return torch.tensor(data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
         return torch.tensor(data.view("int16")).view(torch.bfloat16).float().numpy().view("uint32")
 
     def _patch_scalars(tensor, *scope, patch=interpreter._patch_lang_tensor):
-        """Lets a kernel's number end a ``range``: in Triton 3.4 it is an array of size 1, which NumPy 2.4 rejects."""
+        """Let a kernel's number end a ``range``: in Triton 3.4 it is an array of size 1, which NumPy 2.4 rejects."""
         patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
     def _patch_once(function, patch=interpreter._patch_lang, languages={}):  # noqa: B006  (a cache)
-        """Patches each function only once, which is five times as fast."""
+        """Patch each function only once, which is five times as fast."""
         if function not in languages:
             names = list(function.__globals__.values())
             languages[function] = [language for language in (tl, tl.core) if any(name is language for name in names)]

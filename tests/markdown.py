@@ -22,29 +22,29 @@ class Block(NamedTuple):
 
 
 def blocks(text: str, *languages: str) -> list[Block]:
-    """Returns the fenced blocks in these languages, in order."""
+    """Return the fenced blocks in these languages, in order."""
     found = [Block(match[1], match[2], text.count("\n", 0, match.start(2)) + 1) for match in _FENCE.finditer(text)]
     return [block for block in found if block.language in languages]
 
 
 def indented(text: str) -> list[str]:
-    """Returns the blocks that are indented by four spaces."""
+    """Return the blocks that are indented by four spaces."""
     return [match[0] for match in _INDENTED.finditer(_FENCE.sub("", text))]
 
 
 def links(text: str) -> list[str]:
-    """Returns the targets of links and pictures outside code."""
+    """Return the targets of links and pictures outside code."""
     text = re.sub(r"`[^`\n]*`", "", _FENCE.sub("", text))
     return _LINK.findall(_INDENTED.sub("", text))
 
 
 def anchors(text: str) -> set[str]:
-    """Returns the anchors of headings, as links name them."""
+    """Return the anchors of headings, as links name them."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
 def after(diff: str) -> str:
-    """Returns the text after the change of a diff."""
+    """Return the text after the change of a diff."""
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))

@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 def serve(pipe: connection.Connection) -> None:
-    """Answers calls and acknowledges each, until the pipe ends or a call has changed global state."""
+    """Answer calls and acknowledge each, until the pipe ends or a call has changed global state."""
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # torch.distributed has a function of that name
     rendezvous._create_c10d_store = _without_a_pause(rendezvous._create_c10d_store)
     environment, traces = dict(os.environ), _Traces()
@@ -75,7 +75,7 @@ def serve(pipe: connection.Connection) -> None:
 
 
 def _without_a_pause(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes workers poll rank 0's store every few milliseconds; torch waits for at least half a second."""
+    """Make workers poll rank 0's store every few milliseconds; torch waits for at least half a second."""
 
     def create_when_served(hostname: str, port: int, rank: int, *others: Any, **options: Any) -> Any:
         deadline = time.monotonic() + LONGEST_WAIT
@@ -123,7 +123,7 @@ class _Traces:
 
 @functools.cache
 def copies() -> tuple[dict[str, tuple[Any, dict[str, Any]]], list[tuple[type, dict[str, Any]]]]:
-    """Returns functions, classes, numbers and texts of our modules, and the methods of their classes.
+    """Return functions, classes, numbers and texts of our modules, and the methods of their classes.
 
     Other objects may be caches. The fork server calls this first, so that workers find the result cached.
     """

@@ -46,7 +46,7 @@ def run_workers(
     timeout: float = 150.0,
     new: bool = False,
 ) -> list[Any]:
-    """Returns ``[function(*args) on rank 0, …]``; raises the error of a worker; kills all on a timeout.
+    """Return ``[function(*args) on rank 0, …]``; raise the error of a worker; kill all on a timeout.
 
     Args:
         function: importable by name (top level of a module); reads its rank from torch.distributed or the environment.
@@ -85,7 +85,7 @@ def run_workers(
 
 
 def on_workers(num_workers: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turns a function that every worker runs into a test; options are those of ``run_workers``."""
+    """Turn a function that every worker runs into a test; options are those of ``run_workers``."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -102,7 +102,7 @@ def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
 
 
 def of_all_workers(value: Any) -> list[Any]:
-    """Returns the values of all workers by rank. Collective: every rank calls this."""
+    """Return the values of all workers by rank. Collective: every rank calls this."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -126,7 +126,7 @@ def _end_workers() -> None:
 
 
 def _wait_until_one_fails(workers: Sequence[_Worker], timeout: float) -> list[_Worker]:
-    """Returns the workers that wait for another call, or none if any failed.
+    """Return the workers that wait for another call, or none if any failed.
 
     Raises:
         TimeoutError: some workers still run after ``timeout`` seconds.
@@ -155,7 +155,7 @@ def _wait_until_one_fails(workers: Sequence[_Worker], timeout: float) -> list[_W
 
 
 def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
-    """Returns the environment that torchrun gives a worker on its own machine."""
+    """Return the environment that torchrun gives a worker on its own machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -169,7 +169,7 @@ def environment_of(rank: int, num_workers: int, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Reserves a port of this machine for processes that get its number."""
+    """Reserve a port of this machine for processes that get its number."""
     with socket.socket() as holder:
         # Bound but not listening: the system assigns the port to no other process, and ours may listen on it.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

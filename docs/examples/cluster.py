@@ -27,14 +27,14 @@ class Model(LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Returns the mean squared error."""
+        """Return the mean squared error."""
         loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
         if self.global_rank == 0 and self.trainer.global_step % 100 == 0:
             print(f"step {self.trainer.global_step}: loss {loss.item():.4f}", flush=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns SGD with momentum."""
+        """Return SGD with momentum."""
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -56,11 +56,11 @@ class RequeueBetweenSteps(Callback):
         signal.signal(signal.SIGUSR1, self.note_signal)
 
     def note_signal(self, *_: Any) -> None:
-        """Records that this worker has received the signal."""
+        """Record that this worker has received the signal."""
         self.has_signal = True
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Saves, stops and requeues the job if any worker has received the signal."""
+        """Save, stops and requeues the job if any worker has received the signal."""
         if trainer.global_step % self.every_n_steps:
             return
         if trainer.strategy.reduce_boolean_decision(self.has_signal, all=False):
@@ -71,7 +71,7 @@ class RequeueBetweenSteps(Callback):
 
 
 def main() -> None:
-    """Trains with the numbers of nodes, workers and steps from the command line."""
+    """Train with the numbers of nodes, workers and steps from the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-nodes", type=int, default=1, help="number of nodes")
     parser.add_argument("--devices", type=int, default=1, help="workers per node")

@@ -13,7 +13,7 @@ from lightning_sparse import AverageDensity, HardThreshold, register_comm_hook
 
 
 def main() -> None:
-    """Fits a small network to a fixed random one, each worker on its own samples."""
+    """Fit a small network to a fixed random one, each worker on its own samples."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")

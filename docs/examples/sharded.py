@@ -16,7 +16,7 @@ REPLICAS = 2
 
 
 def main() -> None:
-    """Fits a small network to a fixed random one, each rank on its own samples."""
+    """Fit a small network to a fixed random one, each rank on its own samples."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")

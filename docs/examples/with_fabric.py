@@ -12,7 +12,7 @@ from lightning_sparse import HardThreshold, register_comm_hook
 
 
 def main() -> None:
-    """Fits a small network to a fixed random one, each worker on its own samples."""
+    """Fit a small network to a fixed random one, each worker on its own samples."""
     fabric = Fabric(accelerator="auto", devices=2 if not torch.cuda.is_available() else "auto", strategy="ddp")
     fabric.launch()
     fabric.seed_everything(0)

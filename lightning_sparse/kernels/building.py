@@ -19,7 +19,7 @@ TIMEOUT = 60.0
 
 
 def cache_folder() -> Path | None:
-    """Creates and returns the folder of compiled libraries; None if other users can write to it."""
+    """Create and return the folder of compiled libraries; None if other users can write to it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_sparse"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid == os.geteuid() and not _is_own(folder):
@@ -28,7 +28,7 @@ def cache_folder() -> Path | None:
 
 
 def build(source: Path, command: Sequence[str]) -> ctypes.CDLL:
-    """Returns the source's library, from the cache or compiled by this command.
+    """Return the source's library, from the cache or compiled by this command.
 
     Raises:
         OSError, subprocess.SubprocessError: no folder is writable, or the compiler fails.
@@ -66,6 +66,6 @@ def _make(source: Path, command: Sequence[str], folder: Path | None, cached: Pat
 
 
 def _is_own(path: Path) -> bool:
-    """Returns whether only this user and root can write here."""
+    """Return whether only this user and root can write here."""
     status = path.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -13,7 +13,7 @@ def add_payloads(
     num_workers: tl.tensor, capacity: tl.tensor, ends_row: tl.tensor, values_row: tl.tensor, offsets_row: tl.tensor,
     num_elements: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds all workers' coordinates of a block to zeros, in rank order, and divides by the number of workers.
+    """Add all workers' coordinates of a block to zeros, in rank order, and divide by the number of workers.
 
     With ``senders``, it counts nonzero values there and divides by their number.
 
@@ -76,7 +76,7 @@ def add_payloads(
 
 @jit
 def _span(ends: tl.tensor, block: tl.tensor, capacity: tl.tensor) -> tl.tensor:
-    """Returns start and end of a block's coordinates in a payload, limited by its capacity."""
+    """Return start and end of a block's coordinates in a payload, limited by its capacity."""
     begin = tl.load(ends + block - 1, mask=block > 0, other=0)
     end = tl.load(ends + block)
     return begin, tl.minimum(end, capacity.to(tl.int32))

@@ -27,7 +27,7 @@ NUMBERS = {
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """Compiles a function as a kernel; returns None without triton."""
+    """Compile a function as a kernel; return None without triton."""
     if triton is None:
         return None
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
@@ -44,19 +44,19 @@ def _store_zero(address: tl.tensor) -> None:
 
 
 def launch(kernel: Any, programs: int | tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel on the device of its first argument."""
+    """Launch a kernel on the device of its first argument."""
     grid = (programs,) if isinstance(programs, int) else programs
     with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
         kernel[grid](*arguments, **constants)
 
 
 def is_available(device: torch.device) -> bool:
-    """Returns whether this device is a GPU for which triton can build kernels."""
+    """Return whether this device is a GPU for which triton can build kernels."""
     return triton is not None and device.type == "cuda" and device not in _disabled and _can_build(device)
 
 
 def warm_up(device: torch.device, run: Callable[[], None]) -> None:
-    """Builds kernels before training by launching them; does nothing without kernels.
+    """Build kernels before training by launching them; do nothing without kernels.
 
     If a kernel cannot be built, this worker warns and uses tensor operations, which give the same bits and take longer.
 
@@ -77,7 +77,7 @@ def _can_build(device: torch.device) -> bool:
 
 
 def _try(device: torch.device, run: Callable[[], None]) -> bool:
-    """Returns whether a run succeeds. If not, no more kernels run on the device, and a warning says why."""
+    """Return whether a run succeeds. If not, no more kernels run on the device, and a warning says why."""
     try:
         run()
         if device.type == "cuda":

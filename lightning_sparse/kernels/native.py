@@ -38,7 +38,7 @@ _TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "int64_t": ctypes.
 
 
 def _fields_of(struct: str) -> list[tuple[str, Any]]:
-    """Returns the names and types of the fields of a struct in ``native.c``, the only place that lists them."""
+    """Return the names and types of the fields of a struct in ``native.c``, the only place that lists them."""
     match = re.search(r"typedef struct \{([^{}]*)\} " + struct, SOURCE.read_text())
     assert match is not None
     fields: list[tuple[str, Any]] = []
@@ -76,7 +76,7 @@ class Parts:
         self.addresses = pointer(self._pointers), pointer(self._ends)
 
     def put(self, indices: Tensor, values: Tensor) -> None:
-        """Sets elements, at ascending indices."""
+        """Set elements, at ascending indices."""
         start, first = 0, 0
         for tensor, last in zip(self.tensors, torch.searchsorted(indices, self._ends).tolist(), strict=True):
             tensor[indices[first:last] - start] = values[first:last]
@@ -84,7 +84,7 @@ class Parts:
 
 
 def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
-    """Returns whether the compiled functions are available for these tensors: float32 on a CPU."""
+    """Return whether the compiled functions are available for these tensors: float32 on a CPU."""
     return (
         wire_dtype in WIRES
         and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
@@ -94,19 +94,19 @@ def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
 
 
 def take_out(step: Step, threshold: float, start: int, end: int, excess: float = 0.0) -> None:
-    """Takes coordinates with not (abs(p) < λ) out of [start, end) and sends p + excess sign(p)."""
+    """Take coordinates with not (abs(p) < λ) out of [start, end) and send p + excess sign(p)."""
     bounds = ctypes.c_int64(start), ctypes.c_int64(end)
     _library().take_out(ctypes.byref(step), *bounds, ctypes.c_float(threshold), ctypes.c_float(excess))
 
 
 def average(payloads: Payloads, out: Tensor) -> None:
-    """Adds payloads to zeros (float32, shape (num_elements,)) in rank order and averages."""
+    """Add payloads to zeros (float32, shape (num_elements,)) in rank order and average."""
     _library().average(ctypes.byref(payloads), ctypes.c_void_p(pointer(out)))
     torch.autograd.graph.increment_version(out)
 
 
 def subtract(payloads: Payloads, anchor: Tensor, weights: Parts, zeros: Tensor) -> None:
-    """Subtracts the average of payloads from anchor and weights, where a payload has a value.
+    """Subtract the average of payloads from anchor and weights, where a payload has a value.
 
     Args:
         payloads: of all workers.
@@ -120,7 +120,7 @@ def subtract(payloads: Payloads, anchor: Tensor, weights: Parts, zeros: Tensor) 
 
 
 def pointer(tensor: Tensor) -> int:
-    """Returns the address of a contiguous tensor."""
+    """Return the address of a contiguous tensor."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()
 
@@ -156,7 +156,7 @@ def _library() -> Any:
 @lru_cache(maxsize=1)
 @torch.inference_mode(mode=False)
 def _is_right() -> bool:
-    """Returns whether the compiled functions give the bits of tensor operations on special values."""
+    """Return whether the compiled functions give the bits of tensor operations on special values."""
     special = torch.tensor([float("nan"), float("inf"), 0.5, -0.0, 1e-40, 3.39e38, -0.7, 0.1]).repeat(20)
     gradient, size = special.flip(0) + 0.3, special.numel()
     after, out = torch.empty(2, size).unbind()
@@ -180,5 +180,5 @@ def _is_right() -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Returns the values as integers, with the same integer for every NaN."""
+    """Return the values as integers, with the same integer for every NaN."""
     return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor).view(torch.int32)

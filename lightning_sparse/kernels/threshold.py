@@ -16,7 +16,7 @@ def walk_block(
     CLEARS: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
     NON_FINITE: tl.constexpr, SQUARED_ERROR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Computes p of a block and marks selected coordinates, or writes them to ``out`` and keeps the rest.
+    """Compute p of a block and mark selected coordinates, or write them to ``out`` and keep the rest.
 
     ``numbers`` has a row per number of a header, in the header's order, and a column per block.
     """
@@ -60,7 +60,7 @@ def _walk_words(
     begin: tl.tensor, word: tl.tensor, length: tl.tensor, divisor: tl.tensor, scale: tl.tensor,
     WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Walks words of 32 elements; returns counts of selected and non-finite elements, and e'."""
+    """Walk words of 32 elements; return counts of selected and non-finite elements, and e'."""
     column = tl.arange(0, 32)[None, :]
     at = word[:, None] * 32 + column
     inside = at < length
@@ -93,7 +93,7 @@ def _walk_words(
 def _of_run(
     numbers: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, begin: tl.tensor, at: tl.tensor, p: tl.tensor
 ) -> tl.tensor:
-    """Returns the number of the run of each position in this program's block."""
+    """Return the number of the run of each position in this program's block."""
     if run_starts is None:
         number = tl.zeros_like(p) + tl.load(numbers)
     else:
@@ -114,7 +114,7 @@ def summarise(
     ROWS: tl.constexpr, SELECTED: tl.constexpr, LARGEST_SLICE: tl.constexpr, NON_FINITE: tl.constexpr,
     SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr, FIXED_FIELDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sums the numbers of all blocks into the start of each block's coordinates in a payload, and the header.
+    """Sum the numbers of all blocks into the start of each block's coordinates in a payload, and the header.
 
     Runs as a single program. ``starts`` has one element more than there are blocks. A payload has an end for every
     PER_END blocks. ``boundaries`` are those of layers, if any, followed by those of slices, if any.
@@ -166,7 +166,7 @@ def summarise(
 
 @jit
 def _count_before(boundary: tl.tensor, bits: tl.tensor, starts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """Counts the selected coordinates before each boundary."""
+    """Count the selected coordinates before each boundary."""
     block = boundary // BLOCK
     word = tl.arange(0, BLOCK // 32)[None, :]
     # The bits of a word before the boundary.
@@ -192,7 +192,7 @@ def pack_block(
     starts: tl.tensor, values: tl.tensor, offsets: tl.tensor, num_elements: tl.tensor, capacity: tl.tensor,
     scale: tl.tensor, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PER_END: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the marked coordinates of a block into the payload and keeps the rest."""
+    """Write the marked coordinates of a block into the payload and keep the rest."""
     block = tl.program_id(0)
     begin = block.to(tl.int64) * BLOCK
     length = tl.minimum(num_elements - begin, BLOCK).to(tl.int32)

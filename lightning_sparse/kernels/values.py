@@ -8,7 +8,7 @@ from lightning_sparse.kernels.launching import jit, tl
 
 @jit
 def divide(values: tl.tensor, divisor: tl.tensor) -> tl.tensor:
-    """Returns the quotients, rounded to nearest."""
+    """Return the quotients, rounded to nearest."""
     # The / operator rounds to nearest in float64, but not in float32.
     return values / divisor if values.dtype == tl.float64 else tl.div_rn(values, tl.zeros_like(values) + divisor)
 
@@ -34,7 +34,7 @@ def _to_wire(p: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.const
 
 @jit
 def _to_float8(p: tl.tensor) -> tl.tensor:
-    """Returns the bits of the nearest e4m3 as an int32, up to 448, also on GPUs without this format."""
+    """Return the bits of the nearest e4m3 as an int32, up to 448, also on GPUs without this format."""
     bits = p.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
@@ -46,7 +46,7 @@ def _to_float8(p: tl.tensor) -> tl.tensor:
 
 @jit
 def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Returns the values that receivers decode, as in Wire.decoded."""
+    """Return the values that receivers decode, as in Wire.decoded."""
     value = sent.to(dtype)
     if sent.dtype == tl.int8:
         value = tl.where(sent == -128, float("nan"), value * scale)
@@ -65,7 +65,7 @@ def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor
 def sent_and_kept(
     p: tl.tensor, excess: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr
 ) -> tl.tensor:
-    """Returns a selected value in the payload, its decoded value and the rest that is kept.
+    """Return a selected value in the payload, its decoded value and the rest that is kept.
 
     The rule of a selected value for Triton. ``sent_and_kept`` in ``selection/bucket.py`` (tensors) and in ``native.c``
     give the same bits.

@@ -69,14 +69,14 @@ class FlatBucket:
         """Form gradient and residual of a bucket with ``weights``, and set its weights to None."""
 
     def move(self, shipment: Shipment, rows: Tensor) -> None:
-        """Moves x and w by the average of all workers' payloads, without a tensor for the average."""
+        """Move x and w by the average of all workers' payloads, without a tensor for the average."""
         assert self.weights is not None
         by_senders = shipment.by_senders
         subtract(shipment.format, rows, self.residual.before, self.weights, shipment.buffers, by_senders=by_senders)
         self.has_moved = True
 
     def pieces(self, run: ThresholdRun) -> list[ThresholdRun]:
-        """Returns the pieces of a run, with an infinite threshold where values are left out.
+        """Return the pieces of a run, with an infinite threshold where values are left out.
 
         It selects nothing, because the residuals of unused layers are finite.
         """
@@ -90,7 +90,7 @@ class FlatBucket:
         return pieces
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """Returns a new tensor with p, and 0 for left-out layers: shape (layout.num_elements,)."""
+        """Return a new tensor with p, and 0 for left-out layers: shape (layout.num_elements,)."""
         before = self.residual.before
         whole = compensate(Residual(before, torch.empty_like(before)), self.gradient, self.loss_scale)
         for start, end in self.left_out:
@@ -99,7 +99,7 @@ class FlatBucket:
 
 
 def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None) -> Tensor:
-    """Returns the compensated gradient p = e + g / S, formed in ``residual.after``.
+    """Return the compensated gradient p = e + g / S, formed in ``residual.after``.
 
     Args:
         residual: e; shapes (m,).
@@ -111,13 +111,13 @@ def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None =
 
 
 def require_unchanged(compensated: Tensor, version: int) -> None:
-    """Raises ValueError if p was changed in place since it had this version."""
+    """Raise ValueError if p was changed in place since it had this version."""
     if compensated._version != version:
         raise ValueError("A sparsifier changed the compensated gradient in place. Select from a copy.")
 
 
 def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:
-    """Returns the sent values and the kept rest of selected coordinates: out and e' = p − out, shapes (k,).
+    """Return the sent values and the kept rest of selected coordinates: out and e' = p − out, shapes (k,).
 
     The rule of a selected value for tensors. ``sent_and_kept`` in ``kernels/native.c`` and in ``kernels/values.py``
     give the same bits. A value that is not finite leaves a residual of 0.
@@ -133,7 +133,7 @@ def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tens
 
 
 def keep_rest(compensated: Tensor, selected: Selection, wire: Wire) -> Selection:
-    """Returns the sent selection, and forms e' = p − out in the memory of p.
+    """Return the sent selection, and form e' = p − out in the memory of p.
 
     Args:
         compensated: p, shape (m,). Becomes e'.
@@ -146,7 +146,7 @@ def keep_rest(compensated: Tensor, selected: Selection, wire: Wire) -> Selection
 
 
 def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:
-    """Scales the gradients of a whole step in place so that their common norm is at most max_norm.
+    """Scale the gradients of a whole step in place so that their common norm is at most max_norm.
 
     Equals torch's ``clip_grad_norm_``, except for a gradient with a NaN or infinite norm. Such a gradient becomes 0
     except for its NaN, while torch turns all of it into NaN, which would be sent together with the residual.

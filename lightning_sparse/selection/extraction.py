@@ -61,7 +61,7 @@ class Extraction:
         self._is_threshold = own == known
 
     def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
-        """Computes p, writes sent values into the shipment, leaves e' in the residual and returns the header.
+        """Compute p, write sent values into the shipment, leave e' in the residual and return the header.
 
         Args:
             bucket: residual and gradient.
@@ -122,7 +122,7 @@ class Extraction:
         return header
 
     def _fill_natively(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
-        """Fills in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient.
+        """Fill in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient.
 
         Drifts take 8 bytes per element, and 16 with a masked drift. Their weights then are x − e'. A residual of zeros
         stays unread and unwritten if a dense route sends all values unrounded: 8 bytes per element.
@@ -185,7 +185,7 @@ class Extraction:
         return numbers
 
     def _fill_marked(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
-        """Fills by a mask, without a wait for the device: indices would synchronise, and dense routes need none."""
+        """Fill by a mask, without a wait for the device: indices would synchronise, and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         version = compensated._version
@@ -240,7 +240,7 @@ class Extraction:
         return self._numbers(bucket, shipment, sent.indices.numel(), non_finite, count_before)
 
     def _take_rest_from_residual(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
-        """Takes the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
+        """Take the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
         anchor, residual, _ = bucket.residual
         if bucket.weights is not None:
             residual = bucket.whole(residual.dtype)
@@ -267,7 +267,7 @@ class Extraction:
         non_finite: Tensor,
         count_before: Callable[[Tensor], Tensor],
     ) -> LocalNumbers:
-        """Returns the numbers of a bucket with computed e'; ``count_before`` counts coordinates before positions."""
+        """Return the numbers of a bucket with computed e'; ``count_before`` counts coordinates before positions."""
         after = bucket.residual.after
         if not self._keeps_rest:
             after.zero_()
@@ -283,7 +283,7 @@ class Extraction:
         return numbers
 
     def _counted(self, bucket: FlatBucket, shipment: Shipment) -> tuple[Tensor | None, int, int]:
-        """Returns boundaries of the layers and slices whose coordinates are counted, and the number of each."""
+        """Return boundaries of the layers and slices whose coordinates are counted, and the number of each."""
         num_layers = len(bucket.layout.names) if self._per_layer else 0
         num_slices = 0 if shipment.payload is None else self._num_slices
         return boundaries_of(bucket.layout, num_layers, num_slices, bucket.gradient.device), num_layers, num_slices

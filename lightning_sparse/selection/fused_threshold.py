@@ -53,7 +53,7 @@ def take_out_fused(
     num_layers: int = 0,
     num_slices: int = 0,
 ) -> None:
-    """Selects coordinates with not (abs(p) < λ), p = e + g / S, writes them out and keeps the rest.
+    """Select coordinates with not (abs(p) < λ), p = e + g / S, write them out and keep the rest.
 
     Coordinates go into the payload in ascending order until it is full. Values beyond the capacity stay in the residual
     as p, but all numbers are those after sending them. Unused capacity is not written. Without a payload, two kernels
@@ -115,7 +115,7 @@ def take_out_fused(
 def _threshold_tables(
     runs: tuple[ThresholdRun, ...], size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns λ, excess and start of each run, and the run at each block's start and at the end."""
+    """Return λ, excess and start of each run, and the run at each block's start and at the end."""
     assert [0, *(run.end for run in runs)] == [*(run.start for run in runs), size], "runs with gaps"
     numbers = [(run.threshold, run.excess) for run in runs if run.start < run.end]
     if len(set(numbers)) == 1:

@@ -74,14 +74,14 @@ _of_header = attrgetter(*SLOTS)
 
 
 def header_fields(layout: LayerLayout, per_layer: bool) -> int:
-    """Returns H, the number of header fields of a bucket."""
+    """Return H, the number of header fields of a bucket."""
     return FIXED_FIELDS + (len(LAYER_HEADER) * len(layout.names) if per_layer else 0)
 
 
 def combined(
     rows: Tensor, numbers: Sequence[StepNumber], over: Literal["workers", "shards", "exchanges"], num_workers: int = 1
 ) -> list[Any]:
-    """Returns a number per column, combined by the number's rule.
+    """Return a number per column, combined by the number's rule.
 
     Args:
         rows: float64, shape (m, N), on the CPU.
@@ -118,7 +118,7 @@ class LocalNumbers:
     of_layers: Mapping[str, Tensor] | None = None
 
     def header(self, device: torch.device) -> Tensor:
-        """Returns the header: float64, shape (H,), on the bucket's device, without a wait for the device."""
+        """Return the header: float64, shape (H,), on the bucket's device, without a wait for the device."""
         fixed = _of_header(self)
         if device.type == "cpu":
             header = torch.tensor([float(number) for number in fixed], dtype=torch.float64)
@@ -136,7 +136,7 @@ SMALLEST_SQUARES = 1e-29
 
 
 def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
-    """Returns ‖e‖² of every layer: float64, shape (L,)."""
+    """Return ‖e‖² of every layer: float64, shape (L,)."""
     if not layout.names:
         return residual.new_zeros(0, dtype=torch.float64)
     parts = [residual[start:end] for _, start, end in layout.spans()]
@@ -146,7 +146,7 @@ def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """Returns ‖values‖² as a float64 tensor of one element, without a wait for the device.
+    """Return ‖values‖² as a float64 tensor of one element, without a wait for the device.
 
     Sums each block in float32 and all blocks in float64: a float32 sum over 11 million values is off by 6e-4 on a CPU,
     and no faster.
@@ -172,7 +172,7 @@ def _sum_of_squares(values: Tensor, accumulate_in: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def boundaries_of(layout: LayerLayout, num_layers: int, num_slices: int, device: torch.device) -> Tensor | None:
-    """Returns the boundaries of a bucket's layers and of equal slices: int64, or None if both numbers are 0."""
+    """Return the boundaries of a bucket's layers and of equal slices: int64, or None if both numbers are 0."""
     layers = layout.boundaries if num_layers else ()
     slices = slice_bounds(layout.num_elements, num_slices) if num_slices else ()
     # The copy synchronises, but only in the first step.

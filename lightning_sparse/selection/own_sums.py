@@ -28,7 +28,7 @@ from lightning_sparse.sparsifiers.protocol import Selection
 def keep_small_sums(
     bucket: FlatBucket, shipment: ReduceScatterShipment, runs: Sequence[ThresholdRun], averages: Tensor, most: int
 ) -> Tensor:
-    """Adds this worker's values to the averages of its slice, and keeps all but the first ``most`` large ones.
+    """Add this worker's values to the averages of its slice, and keep all but the first ``most`` large ones.
 
     Args:
         bucket: its residual holds p and receives e'.
@@ -64,5 +64,5 @@ def keep_small_sums(
 
 
 def put_back(residual: Tensor, selection: Selection) -> None:
-    """Adds finite values to a residual at unique indices."""
+    """Add finite values to a residual at unique indices."""
     residual.index_add_(0, selection.indices, selection.values.nan_to_num(0.0, 0.0, 0.0))

@@ -87,17 +87,17 @@ class Accordion(MarkingSparsifier):
         self._last.clear()
 
     def density_of(self, name: str) -> float:
-        """Returns the share of the layer with this parameter name that is sent."""
+        """Return the share of the layer with this parameter name that is sent."""
         return self.low_density if name in self._stable_layers else self.high_density
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Notes an epoch and its learning rates; see `Sparsifier.begin_epoch`."""
+        """Note an epoch and its learning rates; see `Sparsifier.begin_epoch`."""
         known = self._epoch if self._next_epoch is None else self._next_epoch[0]
         if epoch != known:
             self._next_epoch = epoch, list(learning_rates)
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Adds the averages of the last step, and compares norms if an epoch is over.
+        """Add the averages of the last step, and compare norms if an epoch is over.
 
         Raises:
             RuntimeError: ``begin_epoch`` was not called.
@@ -130,17 +130,17 @@ class Accordion(MarkingSparsifier):
         return before > 0 and abs(after - before) / before < self.relative_change
 
     def observe(self, layout: LayerLayout, average: Tensor) -> None:
-        """Keeps an average of the current step if its epoch will be compared."""
+        """Keep an average of the current step if its epoch will be compared."""
         if self._epoch >= self._next_comparison:
             copied = average.to(torch.promote_types(average.dtype, torch.float32), copy=True)
             self._last.update(zip(layout.names, torch.split(copied, list(layout.sizes)), strict=True))
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks k coordinates of each layer, k by its regime, and every non-finite one."""
+        """Mark k coordinates of each layer, k by its regime, and every non-finite one."""
         return mark_by_layer(compensated, compensated.abs(), layout, self.density_of)
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
-        """Returns epoch, regimes, norms and the running sums; see `Sparsifier.state_dict`."""
+        """Return epoch, regimes, norms and the running sums; see `Sparsifier.state_dict`."""
         sums = {name: total.to("cpu", copy=True) for name, total in self._sums.items()}
         if next_step > self._step:
             _add(sums, {name: average.to("cpu", copy=True) for name, average in self._last.items()})
@@ -155,7 +155,7 @@ class Accordion(MarkingSparsifier):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from the result of `state_dict`; ``{}`` starts anew."""
+        """Continue from the result of `state_dict`; ``{}`` starts anew."""
         self._reset()
         if state:
             self._epoch, self._next_comparison, self._next_epoch = state["epoch"], state["due"], state["coming"]

@@ -43,7 +43,7 @@ class GaussianK(MarkingSparsifier):
         self.density = density
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks coordinates above their layer's threshold and non-finite ones; see `MarkingSparsifier.mark`."""
+        """Mark coordinates above their layer's threshold and non-finite ones; see `MarkingSparsifier.mark`."""
         is_finite = compensated.isfinite()
         finite = torch.where(is_finite, compensated, 0)
         marks = is_finite.logical_not_()
@@ -69,6 +69,6 @@ class GaussianK(MarkingSparsifier):
 
 @lru_cache(maxsize=256)
 def _k_by_layer(density: float, layout: LayerLayout, device: torch.device) -> Tensor:
-    """Returns k of every layer on the device; dividing layer by layer would be a launch each."""
+    """Return k of every layer on the device; dividing layer by layer would be a launch each."""
     k = [max(1, int(density * size)) for size in layout.sizes if size]
     return torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)

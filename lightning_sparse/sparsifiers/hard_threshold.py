@@ -135,7 +135,7 @@ class HardThreshold(MarkingSparsifier):
         return 0.0 if self.threshold is None else self.threshold
 
     def grid_step(self, most_steps: int) -> float | None:
-        """Returns the largest power of two up to an eighth of the smallest λ; see `Sparsifier.grid_step`.
+        """Return the largest power of two up to an eighth of the smallest λ; see `Sparsifier.grid_step`.
 
         Returns None while λ is unknown, and if a λ is 0, because sent values then have no smallest magnitude. Also
         returns None if ``most_steps`` are too few for values far above the largest λ, whose remainders could grow.
@@ -166,7 +166,7 @@ class HardThreshold(MarkingSparsifier):
         return None
 
     def fix_threshold(self, threshold: float) -> None:
-        """Sets λ of all layers, as calibration does when it ends.
+        """Set λ of all layers, as calibration does when it ends.
 
         Raises:
             ValueError: a threshold that is negative, NaN or infinite.
@@ -175,7 +175,7 @@ class HardThreshold(MarkingSparsifier):
         self._fix(float(threshold), {})
 
     def fix_layers(self, thresholds: Mapping[str, float]) -> None:
-        """Sets λ of single layers by name; all other layers get the largest of them."""
+        """Set λ of single layers by name; all other layers get the largest of them."""
         if thresholds:
             self._fix(max(thresholds.values()), thresholds)
 
@@ -189,23 +189,23 @@ class HardThreshold(MarkingSparsifier):
         return self._of_layers
 
     def forget_calibration(self) -> None:
-        """Forgets λ, which follows from a density."""
+        """Forget λ, which follows from a density."""
         self._fix(None, {})
 
     def is_given(self, name: str) -> bool:
-        """Returns whether ``layer_thresholds`` has a λ for the layer with this parameter name."""
+        """Return whether ``layer_thresholds`` has a λ for the layer with this parameter name."""
         if name not in self._given:
             given = (value for pattern, value in self.layer_thresholds.items() if fnmatchcase(name, pattern))
             self._given[name] = next(given, None)
         return self._given[name] is not None
 
     def threshold_of(self, name: str) -> float:
-        """Returns λ of the layer with this parameter name, in gradient units."""
+        """Return λ of the layer with this parameter name, in gradient units."""
         given = self._given[name] if self.is_given(name) else None
         return self._of_layers.get(name, self.current_threshold) if given is None else given
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks the coordinates for which not (abs(p) < λ); see `MarkingSparsifier.mark`."""
+        """Mark the coordinates for which not (abs(p) < λ); see `MarkingSparsifier.mark`."""
         below = torch.empty_like(compensated, dtype=torch.bool)
         for threshold, start, end, _ in self.runs(layout, compensated.dtype):
             # A comparison with NaN is false, so "not below" selects NaN as well.
@@ -213,7 +213,7 @@ class HardThreshold(MarkingSparsifier):
         return below.logical_not_()
 
     def values(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Returns p + κ λ sign(p) of every coordinate; see `MarkingSparsifier.values`."""
+        """Return p + κ λ sign(p) of every coordinate; see `MarkingSparsifier.values`."""
         if self.overshoot == 0:
             return compensated
         values = torch.empty_like(compensated)
@@ -222,7 +222,7 @@ class HardThreshold(MarkingSparsifier):
         return values
 
     def runs(self, layout: LayerLayout, dtype: torch.dtype, *, by_layer: bool = False) -> tuple[ThresholdRun, ...]:
-        """Returns the runs of a bucket: neighbouring layers with the same λ are one run.
+        """Return the runs of a bucket: neighbouring layers with the same λ are one run.
 
         Args:
             layout: the layers of the bucket.
@@ -258,7 +258,7 @@ class Dense(HardThreshold):
 
 
 def exceed(compensated: Tensor, excess: float) -> Tensor:
-    """Returns p + excess · sign(p), with the same bits as in ``kernels/native.c`` and ``kernels/values.py``."""
+    """Return p + excess · sign(p), with the same bits as in ``kernels/native.c`` and ``kernels/values.py``."""
     return torch.where(compensated > 0, compensated + excess, compensated - excess)
 
 
@@ -271,7 +271,7 @@ def _check_threshold(name: str, value: float) -> None:
 
 
 def _round_up(threshold: float, dtype: torch.dtype) -> float:
-    """Returns the smallest number of this dtype that is not below λ.
+    """Return the smallest number of this dtype that is not below λ.
 
     PyTorch rounds a Python scalar to the nearest number of the tensor's dtype before it compares. Rounded down it would
     select values below λ; for p of this dtype, abs(p) >= λ and abs(p) >= round_up(λ) are the same.

@@ -39,7 +39,7 @@ class LayerLayout:
         return self.boundaries[-1]
 
     def spans(self) -> Iterator[tuple[str, int, int]]:
-        """Yields ``(name, start, end)`` of every layer, in bucket order."""
+        """Yield ``(name, start, end)`` of every layer, in bucket order."""
         return zip(self.names, self.boundaries[:-1], self.boundaries[1:], strict=True)
 
 
@@ -70,7 +70,7 @@ class WholeStep(NamedTuple):
 
 
 def in_order(selection: Selection, num_elements: int, dtype: torch.dtype) -> Selection:
-    """Returns the selection with ascending indices, which the package needs. Waits for a GPU.
+    """Return the selection with ascending indices, which the package needs. Waits for a GPU.
 
     Args:
         selection: of any order, such as ``compensated.abs().topk(k).indices``.
@@ -120,7 +120,7 @@ class Sparsifier(ABC):
     """Whether `survey` must see a whole step before `select` is called: no exchange begins before that."""
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Prepares for a step; does nothing unless overridden.
+        """Prepare for a step; do nothing unless overridden.
 
         Args:
             step: its number from 0, the same on all workers; a resumed run continues the count. It grows only after an
@@ -130,11 +130,11 @@ class Sparsifier(ABC):
         return
 
     def survey(self, step: "WholeStep") -> None:
-        """Receives all compensated gradients of a step before ``select``, if ``needs_survey``."""
+        """Receive all compensated gradients of a step before ``select``, if ``needs_survey``."""
         return
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Prepares for an epoch, perhaps more than once; does nothing unless overridden.
+        """Prepare for an epoch, perhaps more than once; do nothing unless overridden.
 
         Args:
             epoch: its number, the same on all workers.
@@ -143,7 +143,7 @@ class Sparsifier(ABC):
         return
 
     def observe(self, layout: LayerLayout, average: Tensor) -> None:
-        """Receives the average of a bucket, the same bits on all workers, if ``needs_averages``.
+        """Receive the average of a bucket, the same bits on all workers, if ``needs_averages``.
 
         Args:
             layout: the layers of the bucket.
@@ -153,7 +153,7 @@ class Sparsifier(ABC):
         return
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
-        """Returns the state for a checkpoint, without the settings; it is the same on every worker.
+        """Return the state for a checkpoint, without the settings; it is the same on every worker.
 
         ``torch.load(weights_only=True)`` must read it: Python's numbers, strings, lists, dicts, tensors.
 
@@ -164,12 +164,12 @@ class Sparsifier(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from the result of `state_dict`; ``{}`` starts anew."""
+        """Continue from the result of `state_dict`; ``{}`` starts anew."""
         return
 
     @abstractmethod
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
-        """Returns the coordinates to send.
+        """Return the coordinates to send.
 
         Every non-finite coordinate must be among them, so that all workers see a NaN or an infinity of one worker in
         the same step, and none hides in a residual.
@@ -185,7 +185,7 @@ class Sparsifier(ABC):
         return None
 
     def grid_step(self, most_steps: int) -> float | None:
-        """Returns ε, a power of two, if values may be sent as multiples of it; the same on all workers.
+        """Return ε, a power of two, if values may be sent as multiples of it; the same on all workers.
 
         Returns None without ε, or before it is known. Values are then sent unrounded.
 
@@ -195,14 +195,14 @@ class Sparsifier(ABC):
         return None
 
     def why_no_grid(self, most_steps: int) -> str | None:
-        """Returns why values cannot be sent as up to ``most_steps`` steps, and what to do; None if they can."""
+        """Return why values cannot be sent as up to ``most_steps`` steps, and what to do; None if they can."""
         return (
             f"with {type(self).__name__}, which has no step for small dtypes. Use 'bfloat16', or a sparsifier with a "
             "step: HardThreshold, StochasticRounding or ScaledIntegerRounding."
         )
 
     def settings(self) -> dict[str, object]:
-        """Returns all attributes without a leading ``_`` as plain values. They must be the same on all workers.
+        """Return all attributes without a leading ``_`` as plain values. They must be the same on all workers.
 
         Tensors are described by shape, dtype and content, other objects by their class, and sparsifiers and dataclasses
         also by their attributes.
@@ -225,61 +225,61 @@ class MarkingSparsifier(Sparsifier):
 
     @abstractmethod
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Returns the mask of selected coordinates: bool, the bucket's shape. Must not wait for the device."""
+        """Return the mask of selected coordinates: bool, the bucket's shape. Must not wait for the device."""
 
     def values(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Returns the values to send where marked, in the bucket's shape. Must not wait for the device."""
+        """Return the values to send where marked, in the bucket's shape. Must not wait for the device."""
         return compensated
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
-        """Returns the marked coordinates; see `Sparsifier.select`."""
+        """Return the marked coordinates; see `Sparsifier.select`."""
         indices = require_marks(self.mark(compensated, layout), compensated).nonzero().squeeze(1)
         return Selection(indices, self.values(compensated, layout)[indices])
 
 
 def require_sparsifier(value: object) -> None:
-    """Raises TypeError unless this is an instance of a sparsifier."""
+    """Raise TypeError unless this is an instance of a sparsifier."""
     if not isinstance(value, Sparsifier):
         raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {value!r}.")
 
 
 def asked_density(sparsifier: Sparsifier) -> float | None:
-    """Returns a sparsifier's target density, or None."""
+    """Return a sparsifier's target density, or None."""
     density: Any = getattr(sparsifier, "density", None)
     return float(density) if is_number(density) else None
 
 
 def is_number(value: object) -> bool:
-    """Returns whether this is a real number of Python or NumPy."""
+    """Return whether this is a real number of Python or NumPy."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def require_flag(name: str, value: object) -> None:
-    """Raises ValueError unless this is True or False."""
+    """Raise ValueError unless this is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"Invalid {name}={value!r}. Must be True or False.")
 
 
 def require_count(name: str, value: object, least: int = 1, instead: str = "") -> None:
-    """Raises ValueError unless this is a whole number, at least ``least``. ``instead`` ends the message."""
+    """Raise ValueError unless this is a whole number, at least ``least``. ``instead`` ends the message."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least {least}{instead}.")
 
 
 def require_density(density: float, example: str, name: str = "density") -> None:
-    """Raises ValueError unless this is a density in (0, 1]."""
+    """Raise ValueError unless this is a density in (0, 1]."""
     if not is_number(density) or not 0 < density <= 1:
         raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 
 def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
-    """Raises ValueError unless an option's value is one of the allowed ones."""
+    """Raise ValueError unless an option's value is one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
 
 
 def describe(value: object) -> object:
-    """Returns a plain value that differs between workers if the value's content does."""
+    """Return a plain value that differs between workers if the value's content does."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

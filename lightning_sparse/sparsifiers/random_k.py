@@ -52,18 +52,18 @@ class RandomK(MarkingSparsifier):
         self._step = self._rank = 0
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Notes the number of the step and the rank."""
+        """Note the number of the step and the rank."""
         self._step, self._rank = step, rank
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks k coordinates of each layer and every non-finite one; see `MarkingSparsifier.mark`."""
+        """Mark k coordinates of each layer and every non-finite one; see `MarkingSparsifier.mark`."""
         rank = 0 if self.same_on_all else self._rank
         scores = random_bits(layout, compensated.device, seed=self.seed, step=self._step, rank=rank)
         return mark_by_layer(compensated, scores, layout, lambda _: self.density)
 
 
 def random_bits(layout: LayerLayout, device: torch.device, *, seed: int, step: int, rank: int) -> Tensor:
-    """Returns 64 random bits per element, by seed, step, rank and layer name: int64, unique within a layer.
+    """Return 64 random bits per element, by seed, step, rank and layer name: int64, unique within a layer.
 
     They are equal on all devices.
     """
@@ -75,7 +75,7 @@ def random_bits(layout: LayerLayout, device: torch.device, *, seed: int, step: i
 
 @lru_cache(maxsize=256)
 def _starts(layout: LayerLayout, device: torch.device, seed: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns the number of each layer, to which an element's position in the bucket is added, and its size."""
+    """Return the number of each layer, to which an element's position in the bucket is added, and its size."""
     starts = torch.tensor([_digest(seed, rank, name) for name in layout.names], dtype=torch.int64)
     starts -= torch.tensor(layout.boundaries[:-1], dtype=torch.int64)
     sizes = torch.tensor(layout.sizes, dtype=torch.int64)
@@ -87,7 +87,7 @@ def _digest(*values: object) -> int:
 
 
 def _mix(numbers: Tensor) -> Tensor:
-    """Maps 64-bit numbers one to one to numbers that look random, in place.
+    """Map 64-bit numbers one to one to numbers that look random, in place.
 
     The finaliser of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014).
     """

@@ -15,7 +15,7 @@ SMALLEST_STEP, LARGEST_STEP = 2.0**-126, 2.0**100
 
 
 def power_of_two(largest: float) -> float:
-    """Returns the largest power of two up to this positive number, within the limits of a step."""
+    """Return the largest power of two up to this positive number, within the limits of a step."""
     _, exponent = frexp(largest)
     return min(max(ldexp(1.0, exponent - 1), SMALLEST_STEP), LARGEST_STEP)
 
@@ -49,19 +49,19 @@ class ScaledIntegerRounding(MarkingSparsifier):
         self.step = step
 
     def grid_step(self, most_steps: int = 0) -> float:
-        """Returns ε; see `Sparsifier.grid_step`."""
+        """Return ε; see `Sparsifier.grid_step`."""
         return power_of_two(self.step)
 
     def why_no_grid(self, most_steps: int) -> str | None:
-        """Returns None, because every rounding has a step; see `Sparsifier.why_no_grid`."""
+        """Return None, because every rounding has a step; see `Sparsifier.why_no_grid`."""
         return None
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks values that do not round to 0; see `MarkingSparsifier.mark`."""
+        """Mark values that do not round to 0; see `MarkingSparsifier.mark`."""
         return self.values(compensated, layout) != 0  # NaN is not 0
 
     def values(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Returns multiples of ε; see `MarkingSparsifier.values`."""
+        """Return multiples of ε; see `MarkingSparsifier.values`."""
         rounded = self._whole_steps(compensated / self.grid_step(), layout).mul_(self.grid_step())
         # A number whose steps overflow is already a multiple of ε.
         return torch.where(rounded.isfinite(), rounded, compensated)
@@ -101,7 +101,7 @@ class StochasticRounding(ScaledIntegerRounding):
         self._step_number = self._rank = 0
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Notes the number of the step and the rank."""
+        """Note the number of the step and the rank."""
         self._step_number, self._rank = step, rank
 
     def _whole_steps(self, steps: Tensor, layout: LayerLayout) -> Tensor:

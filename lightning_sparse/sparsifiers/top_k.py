@@ -49,16 +49,16 @@ class TopK(MarkingSparsifier):
         self._kth: Tensor | None = None
 
     def begin_step(self, step: int, rank: int) -> None:
-        """Discards the k-th magnitude of the last step."""
+        """Discard the k-th magnitude of the last step."""
         self._kth = None
 
     def survey(self, step: WholeStep) -> None:
-        """Finds the k-th largest magnitude of the whole step."""
+        """Find the k-th largest magnitude of the whole step."""
         if step.num_elements:
             self._kth = kth_largest_magnitude(step.buckets, _k(self.density, step.num_elements), step.dtype)
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Marks k coordinates of each layer, or this bucket's of the model's, and every non-finite one."""
+        """Mark k coordinates of each layer, or this bucket's of the model's, and every non-finite one."""
         if not self.needs_survey:
             return mark_by_layer(compensated, compensated.abs(), layout, lambda _: self.density)
         if not compensated.numel():
@@ -76,7 +76,7 @@ class TopK(MarkingSparsifier):
 def mark_by_layer(
     compensated: Tensor, scores: Tensor, layout: LayerLayout, density_of: Callable[[str], float]
 ) -> Tensor:
-    """Marks the k largest scores of each layer, k by the density of its name, and every non-finite value."""
+    """Mark the k largest scores of each layer, k by the density of its name, and every non-finite value."""
     # topk counts NaN as largest, but a layer may hold more non-finite values than k, and all must be sent.
     selected = compensated.isfinite().logical_not_()
     for name, start, end in layout.spans():
@@ -91,7 +91,7 @@ def _k(density: float, num_elements: int) -> int:
 
 
 def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: torch.dtype) -> Tensor:
-    """Returns the k-th largest magnitude of all parts together. Nothing waits for the device.
+    """Return the k-th largest magnitude of all parts together. Nothing waits for the device.
 
     Args:
         parts: each returns a tensor of shape (m,).

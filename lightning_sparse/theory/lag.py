@@ -70,7 +70,7 @@ def residual_statistics(
     above = above_from_high / (1 - above_from_low + above_from_high)  # share of exits above, after which e restarts low
 
     def per_passage(cubic: float, quadratic: float, linear: float) -> float:
-        """Returns the mean change of a polynomial of e from a restart to the next exit."""
+        """Return the mean change of a polynomial of e from a restart to the next exit."""
         ends = ((boundary, above), (-boundary, 1 - above), (-start, -above), (start, above - 1))
         return sum(share * (cubic * e**3 + quadratic * e**2 + linear * e) for e, share in ends)
 
@@ -82,7 +82,7 @@ def residual_statistics(
 
 
 def _exit_above(position: float, boundary: float, variance: float, drift: float) -> float:
-    """Returns the probability that a walk from this position leaves (−boundary, boundary) at the top."""
+    """Return the probability that a walk from this position leaves (−boundary, boundary) at the top."""
     if variance == 0:
         return 1.0
     return expm1(-2 * drift * (position + boundary) / variance) / expm1(-4 * drift * boundary / variance)

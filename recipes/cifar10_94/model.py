@@ -61,7 +61,7 @@ class ShortTrainingClassifier(LoggedClassifier):
 
     @override
     def forward(self, images: Tensor) -> Tensor:
-        """Returns logits, float32 of shape (batch, classes), for images of shape (batch, 3, 32, 32)."""
+        """Return logits, float32 of shape (batch, classes), for images of shape (batch, 3, 32, 32)."""
         images = images.contiguous(memory_format=torch.channels_last)
         logits: Tensor = self.network(images).float()
         if not self.training:
@@ -84,7 +84,7 @@ class ShortTrainingClassifier(LoggedClassifier):
 
 
 def relative_learning_rate(progress: float) -> float:
-    """Returns the learning rate as a multiple of the largest: linear warmup, then linear decay to zero.
+    """Return the learning rate as a multiple of the largest: linear warmup, then linear decay to zero.
 
     Args:
         progress: share of all steps that are done.
@@ -110,7 +110,7 @@ class ShortTrainingNetwork(nn.Module):
 
     @override
     def forward(self, images: Tensor) -> Tensor:
-        """Returns logits, shape (batch, num_classes), for images of shape (batch, 3, 32, 32)."""
+        """Return logits, shape (batch, num_classes), for images of shape (batch, 3, 32, 32)."""
         features = self.blocks(functional.gelu(self.whitening(images)))
         logits: Tensor = self.head(features.amax(dim=(2, 3))) / 9
         return logits
@@ -149,7 +149,7 @@ class Whitening(nn.Module):
 
     @torch.no_grad()
     def fit(self, images: Tensor, epsilon: float = 5e-4) -> None:
-        """Sets the filters to the scaled principal components of the images' patches, each with both signs.
+        """Set the filters to the scaled principal components of the images' patches, each with both signs.
 
         Args:
             images: as the network takes them, shape (number, 3, height, width).

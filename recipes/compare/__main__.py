@@ -47,7 +47,7 @@ from recipes.demo import read
 
 
 def main() -> None:
-    """Runs the missing trainings, prints the table, and writes the CSV and the pictures."""
+    """Run the missing trainings, print the table, and write the CSV and the pictures."""
     options, variants, grid, common = parse_options(__doc__ or "", sys.argv[1:])
     runs = Runs(options.config, options.output, options.metric, common, grid)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also stops the training
@@ -131,7 +131,7 @@ class _Progress:
         self._bar.close()
 
     def run(self, variant: Variant, choice: Choice, seed: int) -> Outcome:
-        """Returns the outcome of a run, and names the run in the bar while it trains."""
+        """Return the outcome of a run, and name the run in the bar while it trains."""
         is_finished = self._runs.folder(variant, choice, seed).exists()
         if not is_finished:
             self._bar.set_description(f"{variant.label}, seed {seed}")

@@ -35,7 +35,7 @@ class Comparison(NamedTuple):
 
 
 def parse_options(description: str, given: Sequence[str]) -> Comparison:
-    """Returns the requested comparison; exits with a message if it is invalid.
+    """Return the requested comparison; exit with a message if it is invalid.
 
     Args:
         description: the text of ``--help``.
@@ -125,7 +125,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _read_file(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns variants, and defaults for options that the command line omits."""
+    """Return variants, and defaults for options that the command line omits."""
     if path is None:
         return {}, {}
     try:

@@ -19,7 +19,7 @@ MAX_POINTS = 200
 
 
 def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> Figure:
-    """Returns a picture of the metric against the bytes sent: means, and standard deviations as bars."""
+    """Return a picture of the metric against the bytes sent: means, and standard deviations as bars."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     names = list(dict.fromkeys(variant.name for variant in outcomes))
@@ -45,7 +45,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
 
 
 def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
-    """Returns a picture of metric, error norm, total error and density by step, averaged over runs."""
+    """Return a picture of metric, error norm, total error and density by step, averaged over runs."""
     rows: tuple[tuple[str, str, str | None, Callable[[list[float]], list[float]]], ...] = (
         (metric, metric, None, list),
         ("sparse/error_norm", "error norm ‖e‖\n(units of sent values)", None, list),
@@ -74,7 +74,7 @@ def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a picture."""
+    """Write a picture."""
     figure.savefig(path, dpi=120)
 
 
@@ -85,7 +85,7 @@ def _scale(values: Sequence[float]) -> str:
 def _mean_curve(
     runs: Sequence[Run], name: str, transform: Callable[[list[float]], list[float]]
 ) -> tuple[list[float], list[float]]:
-    """Returns steps and values, averaged over runs and, in long runs, over neighbouring steps."""
+    """Return steps and values, averaged over runs and, in long runs, over neighbouring steps."""
     curves = [(run.steps[name], transform(run.values[name])) for run in runs if name in run.values]
     if not curves:
         return [], []

@@ -74,25 +74,25 @@ class Runs:
     grid: Grid | None
 
     def folder(self, variant: Variant, choice: Choice, seed: int) -> Path:
-        """Returns the folder of a run, which may not exist yet."""
+        """Return the folder of a run, which may not exist yet."""
         folder = self.output / self.config.parent.name / make_folder_name(variant.label)
         parts = [choice.grid_value or "", "" if choice.tuned is None else f"tuned_{choice.tuned}", str(seed)]
         return folder.joinpath(*filter(None, parts))
 
     def command(self, variant: Variant, choice: Choice, seed: int, folder: Path) -> list[str]:
-        """Returns the command that makes a run in ``folder``."""
+        """Return the command that makes a run in ``folder``."""
         fit = [sys.executable, "-m", "recipes", "fit"]
         config, *rest = self._arguments(variant, choice, seed)
         return [*fit, config, f"--trainer.logger.save_dir={folder}", *rest]
 
     def command_to_repeat(self, variant: Variant, choice: Choice, seed: int) -> str:
-        """Returns a shell command that repeats a run outside the comparison's folder."""
+        """Return a shell command that repeats a run outside the comparison's folder."""
         threads, fit = f"OMP_NUM_THREADS={_environment()['OMP_NUM_THREADS']}", ["python", "-m", "recipes", "fit"]
         return shlex.join([threads, *fit, *self._arguments(variant, choice, seed)])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the output folder; exits with a message if another comparison holds the lock."""
+        """Lock the output folder; exit with a message if another comparison holds the lock."""
         self.output.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.output / ".lock", timeout=0):
@@ -107,7 +107,7 @@ class Runs:
         return [f"--config={self.config}", f"--seed_everything={seed}", *self.common, *own]
 
     def run(self, variant: Variant, choice: Choice, seed: int) -> Outcome:
-        """Returns the outcome of a run, and trains first if it is missing; exits if the training fails."""
+        """Return the outcome of a run, and train first if it is missing; exit if the training fails."""
         folder = self.folder(variant, choice, seed)
         if not folder.exists():
             for left in folder.parent.glob(f"{folder.name}{UNFINISHED}*"):
@@ -129,12 +129,12 @@ class Runs:
         return read_outcome(folder, self.metric)
 
     def finished(self, variant: Variant) -> list[Path]:
-        """Returns the folders of a variant's finished runs."""
+        """Return the folders of a variant's finished runs."""
         variant_folder = self.output / self.config.parent.name / make_folder_name(variant.label)
         return [folder.parent for folder in variant_folder.rglob("version_*") if UNFINISHED not in str(folder)]
 
     def tune(self, variant: Variant, grid_value: str | None, run: Callable[[Variant, Choice], Outcome]) -> Choice:
-        """Returns the value of ``{tuned}`` at which a variant's average density reaches its target.
+        """Return the value of ``{tuned}`` at which a variant's average density reaches its target.
 
         Args:
             variant: the variant to tune.
@@ -160,12 +160,12 @@ class Runs:
 
 
 def make_folder_name(label: str) -> str:
-    """Returns the folder name for a variant's runs, made of the words of its label."""
+    """Return the folder name for a variant's runs, made of the words of its label."""
     return re.sub(r"[^\w.]+", "_", label).lstrip(".") or "_"
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Returns a training's exit code and output; kills all its processes if this process is interrupted."""
+    """Return a training's exit code and output; kill all its processes if this process is interrupted."""
     caught = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=_environment(), start_new_session=True, **caught) as training:  # type: ignore[call-overload]
         try:
@@ -187,7 +187,7 @@ def _content(path: Path) -> object:
 
 
 def estimate_slope(trials: Sequence[tuple[float, float]]) -> float:
-    """Returns the slope of log density over the log of the tuned value, from the last two trials.
+    """Return the slope of log density over the log of the tuned value, from the last two trials.
 
     Args:
         trials: logarithms of the value, and of the target density over the measured density. The density of a hard
@@ -201,7 +201,7 @@ def estimate_slope(trials: Sequence[tuple[float, float]]) -> float:
 
 
 def read_outcome(folder: Path, metric: str) -> Outcome:
-    """Returns the outcome that a finished run logged."""
+    """Return the outcome that a finished run logged."""
     values = read(folder).values
     if metric not in values:
         sys.exit(f"{folder} holds no metric {metric!r}. Use one of: {', '.join(sorted(values))}.")

@@ -10,7 +10,7 @@ from recipes.compare.variants import Grid
 
 
 def format_table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
-    """Returns a Markdown table of means and standard deviations over the seeds.
+    """Return a Markdown table of means and standard deviations over the seeds.
 
     Args:
         outcomes: the outcome for each seed, by label of the variant.
@@ -33,7 +33,7 @@ def format_table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
 
 
 def format_mean(values: Sequence[float], digits: int) -> str:
-    """Returns mean and standard deviation as text."""
+    """Return mean and standard deviation as text."""
     if fmean(values) >= 10:  # a perplexity or a percentage, not a fraction
         digits = 1
     deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
@@ -41,7 +41,7 @@ def format_mean(values: Sequence[float], digits: int) -> str:
 
 
 def format_grid_table(grid: Grid, grid_metrics: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
-    """Returns a Markdown table of the metric at each grid value, with the best in bold."""
+    """Return a Markdown table of the metric at each grid value, with the best in bold."""
     of_seeds = f"{'seed' if len(seeds) == 1 else 'mean of seeds'} {', '.join(map(str, seeds))}"
     lines = [
         f"| {metric} by {grid.argument}, {of_seeds} | {' | '.join(grid.values)} |",
@@ -59,7 +59,7 @@ def _cell(label: str) -> str:
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Writes a CSV file with one row per run."""
+    """Write a CSV file with one row per run."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:

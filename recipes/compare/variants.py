@@ -23,13 +23,13 @@ class Grid(NamedTuple):
     mode: str
 
     def best(self, metrics: dict[str, float]) -> str:
-        """Returns the value with the best metric."""
+        """Return the value with the best metric."""
         sign = 1 if self.mode == "min" else -1
         return min(metrics, key=lambda value: math.inf if math.isnan(metrics[value]) else sign * metrics[value])
 
 
 def parse_grid(text: object, mode: str) -> Grid:
-    """Returns the grid of ``NAME=VALUE,VALUE``.
+    """Return the grid of ``NAME=VALUE,VALUE``.
 
     Raises:
         ValueError: the text has another form or repeats a value.
@@ -60,12 +60,12 @@ class Variant:
     start: float | None = None
 
     def with_tuned(self, value: str | None) -> list[str]:
-        """Returns the arguments with ``value`` in place of ``{tuned}``."""
+        """Return the arguments with ``value`` in place of ``{tuned}``."""
         return [argument.replace(TUNED, value or "") for argument in self.arguments]
 
 
 def parse_variant(text: str) -> tuple[str, str]:
-    """Returns label and arguments of ``LABEL: ARGUMENTS``.
+    """Return label and arguments of ``LABEL: ARGUMENTS``.
 
     Raises:
         ValueError: the text has another form.
@@ -77,7 +77,7 @@ def parse_variant(text: str) -> tuple[str, str]:
 
 
 def expand_variants(listed: Mapping[str, object], densities: Sequence[float]) -> list[Variant]:
-    """Returns the variants, with a copy per density of those that use ``{density}`` or ``{tuned}``.
+    """Return the variants, with a copy per density of those that use ``{density}`` or ``{tuned}``.
 
     Args:
         listed: arguments as text by label, or ``{"arguments": …, "tuned": start}`` for arguments with ``{tuned}``. The

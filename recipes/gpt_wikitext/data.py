@@ -88,13 +88,13 @@ class GPTDataModule(LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Downloads WikiText-2 unless its files exist; Lightning calls this on one process per node."""
+        """Download WikiText-2 unless its files exist; Lightning calls this on one process per node."""
         if self.source == "wikitext2":
             self._failure = fetch_error("WikiText-2", lambda: fetch_wikitext2(self.root))
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the text; with a process group, every rank calls this.
+        """Read the text; with a process group, every rank calls this.
 
         Raises:
             MissingDataError: a file is missing on any worker.

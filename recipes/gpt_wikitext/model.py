@@ -51,7 +51,7 @@ class GPT(nn.Module):
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns logits of the next tokens, shape (batch, time, vocabulary_size).
+        """Return logits of the next tokens, shape (batch, time, vocabulary_size).
 
         Args:
             tokens: int64, shape (batch, time).
@@ -109,7 +109,7 @@ class GPTLanguageModel(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Shards every layer and the remaining parameters over a replica's ranks if the strategy shards."""
+        """Shard every layer and the remaining parameters over a replica's ranks if the strategy shards."""
         if self.device_mesh is None or isinstance(self.network, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
@@ -119,7 +119,7 @@ class GPTLanguageModel(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Raises a ValueError if the data have a larger vocabulary than the model."""
+        """Raise a ValueError if the data have a larger vocabulary than the model."""
         needed, have = getattr(self.trainer.datamodule, "vocabulary_size", 0), self.hparams["vocabulary_size"]
         if needed > have:
             raise ValueError(f"The data have {needed:,} tokens. --model.vocabulary_size={have} must not be smaller.")
@@ -157,7 +157,7 @@ class GPTLanguageModel(LightningModule):
 
 
 def relative_learning_rate(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Returns the learning rate of a step as a fraction of the highest rate.
+    """Return the learning rate of a step as a fraction of the highest rate.
 
     Example:
         >>> [round(relative_learning_rate(step, 10, 110), 2) for step in (0, 4, 9, 10, 60, 109)]

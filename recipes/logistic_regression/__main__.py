@@ -22,7 +22,7 @@ from recipes.logistic_regression.training import load_objective, shards
 
 
 def main() -> None:
-    """Runs all trainings and writes the report."""
+    """Run all trainings and write the report."""
     parser = make_parser("recipes.logistic_regression", __doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--shardings", nargs="+", choices=["shuffled", "sorted"], default=["shuffled", "sorted"])
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes both CSV files and prints the constants of the problem."""
+    """Write both CSV files and print the constants of the problem."""
     objective = load_objective(arguments.root, arguments.dataset, arguments.workers)
     rate = arguments.relative_rate / objective.smoothness
     print(

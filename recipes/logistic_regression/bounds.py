@@ -31,13 +31,13 @@ class BoundResult(NamedTuple):
 
 
 def limit_learning_rate(objective: Objective, learning_rate: float) -> float:
-    """Returns the learning rate, limited to 1 / (4 L), the largest for which the bound holds."""
+    """Return the learning rate, limited to 1 / (4 L), the largest for which the bound holds."""
     problem = Problem(objective.smoothness, num_workers=1, noise=0.0)
     return min(learning_rate, problem.largest_learning_rate(is_convex=True))
 
 
 def estimate_noise(objective: Objective, shards: Tensor, x: Tensor, seed: int) -> tuple[float, float]:
-    """Returns estimates of σ² and ζ² at x, from 100 single-example gradients per worker."""
+    """Return estimates of σ² and ζ² at x, from 100 single-example gradients per worker."""
     n, m = shards.shape
     positions = torch.randint(m, (n, NOISE_DRAWS), generator=torch.Generator().manual_seed(seed))
     return measured_noise(
@@ -46,7 +46,7 @@ def estimate_noise(objective: Objective, shards: Tensor, x: Tensor, seed: int) -
 
 
 def compute_bounds(setting: Setting, thresholds: Iterable[float], seeds: Sequence[int]) -> BoundResult:
-    """Returns the bound and the running mean of f(x_t) − f* for each threshold and seed.
+    """Return the bound and the running mean of f(x_t) − f* for each threshold and seed.
 
     The mean includes the initial record and excludes that of ``iteration``. While f falls, it is slightly above the
     mean over all iterations.

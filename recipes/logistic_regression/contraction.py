@@ -30,7 +30,7 @@ METHODS = ("Top-k", "hard threshold")
 
 
 def main() -> None:
-    """Runs all trainings, prints the table and draws the picture."""
+    """Run all trainings, print the table and draw the picture."""
     parser = make_parser("recipes.logistic_regression.contraction", __doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
     arguments = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(objective: Objective, sharding: str, seeds: Sequence[int] = SEEDS) -> pd.DataFrame:
-    """Returns a row per training: ``sharding``, ``method``, ``density``, ``squared_error`` and ``term``."""
+    """Return a row per training: ``sharding``, ``method``, ``density``, ``squared_error`` and ``term``."""
     own = shards(objective.labels, WORKERS, sharding)  # type: ignore[arg-type]
     setting = Setting(objective, own, 1 / (4 * objective.smoothness), ITERATIONS, EVERY)
     minimiser, d = find_minimiser(objective), objective.num_elements
@@ -69,7 +69,7 @@ def measure(objective: Objective, sharding: str, seeds: Sequence[int] = SEEDS) -
 
 
 def draw(frame: pd.DataFrame) -> Figure:
-    """Returns axes per sharding, on logarithmic scales."""
+    """Return axes per sharding, on logarithmic scales."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     for sharding, axes in zip(("shuffled", "sorted"), figure.subplots(1, 2, sharey=True), strict=True):
         subset = frame[frame["sharding"] == sharding]

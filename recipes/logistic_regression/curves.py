@@ -34,13 +34,13 @@ class Setting(NamedTuple):
     every: int
 
     def training(self, sparsifier: Sparsifier, seed: int) -> Iterator[State]:
-        """Yields the states of a training; ``seed`` determines the examples, for any sparsifier."""
+        """Yield the states of a training; ``seed`` determines the examples, for any sparsifier."""
         drawn = draw_examples(self.shards, self.iterations, seed)
         return training(self.objective, drawn, sparsifier, self.learning_rate, self.every)
 
 
 def make_sparsifiers(density: float, threshold: float) -> dict[str, Sparsifier]:
-    """Returns a sparsifier for each method's name.
+    """Return a sparsifier for each method's name.
 
     The model is a single vector, so Top-k of each layer and of the model differ in ties only. Top-k of the model sends
     all values that equal the k-th.
@@ -57,21 +57,21 @@ METHODS = tuple(make_sparsifiers(1.0, 0.0))
 
 
 def tune_threshold_to_density(setting: Setting, density: float) -> float:
-    """Returns the λ that sends as many coordinates as Top-k of each layer, tuned with a separate seed."""
+    """Return the λ that sends as many coordinates as Top-k of each layer, tuned with a separate seed."""
     drawn = draw_examples(setting.shards, setting.iterations, TUNING_SEED)
     k = max(1, int(density * setting.objective.num_elements))
     return tune_threshold(setting.objective, drawn, setting.learning_rate, drawn.numel() * k)
 
 
 def coordinate_bits(method: str, num_elements: int) -> int:
-    """Returns the bits per coordinate: 32 for its value and, except for dense, ⌈log2 d⌉ for its index."""
+    """Return the bits per coordinate: 32 for its value and, except for dense, ⌈log2 d⌉ for its index."""
     return VALUE_BITS + (0 if method == "dense" else ceil(log2(num_elements)))
 
 
 def compute_curves(
     setting: Setting, methods: Sequence[str], seeds: Sequence[int], density: float, threshold: float
 ) -> pd.DataFrame:
-    """Returns one row per method, seed and record.
+    """Return one row per method, seed and record.
 
     Columns:
         method, seed, iteration: method, seed and iteration of the record.

@@ -28,7 +28,7 @@ URLS = {
 
 
 def make_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of the options that choose the data."""
+    """Return a parser of the options that choose the data."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {prog}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +50,7 @@ class Examples(NamedTuple):
 
 
 def load(root: Path, dataset: str) -> Examples:
-    """Returns a data set of ``<root>/libsvm``, downloaded unless its file exists.
+    """Return a data set of ``<root>/libsvm``, downloaded unless its file exists.
 
     Features of a9a and mushrooms are 0 or 1, and those of gisette are within -1 and 1. Features of madelon are
     standardised to mean 0 and variance 1. Features of madelon_unit range from 0 to 1; their common mean makes f much

@@ -30,35 +30,35 @@ class Objective:
 
     @property
     def num_elements(self) -> int:
-        """Returns d, the number of unknowns."""
+        """d, the number of unknowns."""
         return self.features.shape[1]
 
     @cached_property
     def data_smoothness(self) -> float:
-        """Returns λ_max(AᵀA) / (4 N), the smoothness of f without the penalty, since max σ'(·) = 1/4."""
+        """λ_max(AᵀA) / (4 N), the smoothness of f without the penalty, since max σ'(·) = 1/4."""
         return float(torch.linalg.eigvalsh(self.features.T @ self.features)[-1]) / (4 * len(self.features))
 
     @cached_property
     def l2(self) -> float:
-        """Returns the factor of the penalty, which is also the strong convexity of f."""
+        """The factor of the penalty, which is also the strong convexity of f."""
         return self.data_smoothness / CURVATURE_RATIO
 
     @property
     def smoothness(self) -> float:
-        """Returns L, the smoothness of f with the penalty."""
+        """L, the smoothness of f with the penalty."""
         return self.data_smoothness + self.l2
 
     def value(self, x: Tensor) -> float:
-        """Returns f(x)."""
+        """Return f(x)."""
         return float(-logsigmoid(self.labels * (self.features @ x)).mean() + self.l2 / 2 * x.dot(x))
 
     def gradient(self, x: Tensor) -> Tensor:
-        """Returns ∇f(x), shape (d,)."""
+        """Return ∇f(x), shape (d,)."""
         slopes = -self.labels * torch.sigmoid(-self.labels * (self.features @ x))
         return self.features.T @ slopes / len(slopes) + self.l2 * x
 
     def gradients(self, x: Tensor, examples: Tensor) -> Tensor:
-        """Returns the gradients of single examples at x; each includes the penalty, so their mean is ∇f.
+        """Return the gradients of single examples at x; each includes the penalty, so their mean is ∇f.
 
         Args:
             x: shape (d,).
@@ -72,7 +72,7 @@ class Objective:
         return slopes[:, None] * rows + self.l2 * x
 
     def hessian(self, x: Tensor) -> Tensor:
-        """Returns ∇²f(x), shape (d, d)."""
+        """Return ∇²f(x), shape (d, d)."""
         probabilities = torch.sigmoid(self.features @ x)
         weighted = (probabilities * (1 - probabilities))[:, None] * self.features
         result = self.features.T @ weighted / len(self.features)
@@ -81,12 +81,12 @@ class Objective:
 
 
 def bound_error(objective: Objective, x: Tensor) -> float:
-    """Returns ‖∇f(x)‖² / (2 l2), an upper bound of f(x) − f* by strong convexity."""
+    """Return ‖∇f(x)‖² / (2 l2), an upper bound of f(x) − f* by strong convexity."""
     return float(objective.gradient(x).square().sum()) / (2 * objective.l2)
 
 
 def find_minimiser(objective: Objective) -> Tensor:
-    """Returns x with f(x) − f* below 1e-12, shape (d,).
+    """Return x with f(x) − f* below 1e-12, shape (d,).
 
     Uses SciPy's trust-region method with the exact Hessian.
 

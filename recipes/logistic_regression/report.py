@@ -21,7 +21,7 @@ DOTS_PER_INCH = 72
 
 
 def main() -> None:
-    """Reports on the given folder."""
+    """Report on the given folder."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes.logistic_regression.report",
         description=__doc__,
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def report(folder: Path) -> None:
-    """Writes ``curves.png`` and ``bound.png`` beside ``curves.csv`` and ``bound.csv``, and prints the tables."""
+    """Write ``curves.png`` and ``bound.png`` beside ``curves.csv`` and ``bound.csv``, and print the tables."""
     curves, bound = (pd.read_csv(folder / f"{name}.csv") for name in (CURVES, BOUND))
     draw_curves(curves).savefig(folder / f"{CURVES}.png", dpi=DOTS_PER_INCH)
     draw_bound(bound).savefig(folder / f"{BOUND}.png", dpi=DOTS_PER_INCH)
@@ -47,7 +47,7 @@ def report(folder: Path) -> None:
 
 
 def draw_curves(frame: pd.DataFrame) -> Figure:
-    """Returns a row of axes per sharding, with the mean over seeds and the range in pale."""
+    """Return a row of axes per sharding, with the mean over seeds and the range in pale."""
     shardings = list(frame["sharding"].unique())
     figure = Figure(figsize=(11, 3.1 * len(shardings) + 0.6), layout="constrained")
     figure.suptitle(frame["dataset"].iloc[0], fontsize="medium")
@@ -82,7 +82,7 @@ def draw_curves(frame: pd.DataFrame) -> Figure:
 
 
 def draw_bound(frame: pd.DataFrame) -> Figure:
-    """Returns axes per sharding with the running mean of f(x_t) − f* and its bound, dashed."""
+    """Return axes per sharding with the running mean of f(x_t) − f* and its bound, dashed."""
     shardings = list(frame["sharding"].unique())
     figure = Figure(figsize=(4.8 * len(shardings) + 1, 3.8), layout="constrained")
     figure.suptitle(frame["dataset"].iloc[0], fontsize="medium")
@@ -102,7 +102,7 @@ def draw_bound(frame: pd.DataFrame) -> Figure:
 
 
 def curves_table(frame: pd.DataFrame) -> str:
-    """Returns a Markdown table of means over the seeds.
+    """Return a Markdown table of means over the seeds.
 
     f(x) − f* is the mean of the last tenth of a run, with the standard deviation over seeds. Error norms are root mean
     squares over workers and seeds. Their columns are: after a tenth of the iterations, after the last iteration, the
@@ -130,7 +130,7 @@ def curves_table(frame: pd.DataFrame) -> str:
 
 
 def bound_table(frame: pd.DataFrame) -> str:
-    """Returns a Markdown table of the mean of f(x_t) − f* over a training, the bound and its terms."""
+    """Return a Markdown table of the mean of f(x_t) − f* over a training, the bound and its terms."""
     final = frame[frame["iteration"] == frame["iteration"].max()]
     lines = [
         "| shards | λ | density | mean of f(x_t) − f* | bound | start term | noise term | threshold term | ‖ē‖ |",

@@ -17,7 +17,7 @@ TUNING_TOLERANCE = 0.01
 
 
 def shards(labels: Tensor, num_workers: int, sharding: Sharding) -> Tensor:
-    """Returns the indices of each worker's examples, int64, shape (n, N // n).
+    """Return the indices of each worker's examples, int64, shape (n, N // n).
 
     The result is deterministic. ``"shuffled"`` examples are in random order. ``"sorted"`` examples follow their labels,
     so all workers but one have a single class. N must be a multiple of n, as ``drop_remainder`` makes it, so that f is
@@ -35,7 +35,7 @@ def shards(labels: Tensor, num_workers: int, sharding: Sharding) -> Tensor:
 
 
 def drop_remainder(num_examples: int, num_workers: int) -> Tensor:
-    """Returns the indices of N − N mod n examples, int64, in a fixed random order."""
+    """Return the indices of N − N mod n examples, int64, in a fixed random order."""
     return _random_order(num_examples)[: num_examples // num_workers * num_workers]
 
 
@@ -44,14 +44,14 @@ def _random_order(num_examples: int) -> Tensor:
 
 
 def load_objective(root: Path, dataset: str, num_workers: int) -> Objective:
-    """Returns f of a data set, without the examples that workers cannot share equally."""
+    """Return f of a data set, without the examples that workers cannot share equally."""
     examples = load(root, dataset)
     kept = drop_remainder(len(examples.labels), num_workers)
     return Objective(examples.features[kept], examples.labels[kept])
 
 
 def draw_examples(shards: Tensor, iterations: int, seed: int) -> Tensor:
-    """Returns each worker's example in each iteration, drawn uniformly from its shard with replacement.
+    """Return each worker's example in each iteration, drawn uniformly from its shard with replacement.
 
     Args:
         shards: indices of examples, shape (n, m).
@@ -85,7 +85,7 @@ class State(NamedTuple):
 def training(
     objective: Objective, examples_by_step: Tensor, sparsifier: Sparsifier, learning_rate: float, every: int
 ) -> Iterator[State]:
-    """Yields the initial state, the state after every ``every`` iterations, and the final state.
+    """Yield the initial state, the state after every ``every`` iterations, and the final state.
 
     From x = 0 and e_i = 0, in each iteration:
 
@@ -120,7 +120,7 @@ def training(
 
 
 def _make_select(sparsifier: Sparsifier, num_workers: int, num_elements: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that maps p of all workers, (n, d), to the selected positions in row-major order."""
+    """Return a function that maps p of all workers, (n, d), to the selected positions in row-major order."""
     layout = LayerLayout(("x",), (num_elements,))
     # A sparsifier that treats layers separately takes workers as layers of one bucket, in a tenth of the time.
     all_workers = LayerLayout(tuple(map(str, range(num_workers))), (num_elements,) * num_workers)
@@ -136,7 +136,7 @@ def _make_select(sparsifier: Sparsifier, num_workers: int, num_elements: int) ->
 
 
 def tune_threshold(objective: Objective, examples_by_step: Tensor, learning_rate: float, budget: int) -> float:
-    """Returns the λ, in gradient units, with which a training sends about ``budget`` coordinates.
+    """Return the λ, in gradient units, with which a training sends about ``budget`` coordinates.
 
     Doubles or halves λ until two values enclose the budget, then bisects on a logarithmic scale. Stops within 1 % of
     the budget or after 17 trainings, and returns the best λ. The number of sent coordinates can jump, for example with

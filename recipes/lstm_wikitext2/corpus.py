@@ -47,7 +47,7 @@ class Corpus:
 
 
 def read_wikitext2(folder: Path, tokenizer: str = "wikitext", vocabulary_size: int | None = None) -> Corpus:
-    """Returns the three files as word indices, in descending frequency in the training split.
+    """Return the three files as word indices, in descending frequency in the training split.
 
     Raises:
         MissingDataError: a file is missing.
@@ -68,14 +68,14 @@ def read_wikitext2(folder: Path, tokenizer: str = "wikitext", vocabulary_size: i
 
 
 def make_builtin_corpus() -> Corpus:
-    """Returns a fixed text of a Markov chain with 200,000, 20,000 and 20,000 words."""
+    """Return a fixed text of a Markov chain with 200,000, 20,000 and 20,000 words."""
     chain = MarkovChain()
     train, val, test = (chain.sample(number, seed) for seed, number in enumerate((200_000, 20_000, 20_000)))
     return Corpus(train, val, test, vocabulary_size=len(chain.transitions), end_of_line=0)
 
 
 def fetch_wikitext2(root: Path) -> None:
-    """Downloads the missing files of WikiText-2 to ``<root>/wikitext-2``.
+    """Download the missing files of WikiText-2 to ``<root>/wikitext-2``.
 
     Raises:
         MissingDataError: the archive could not be downloaded, or its checksum is wrong.

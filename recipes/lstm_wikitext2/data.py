@@ -102,19 +102,19 @@ class WikiText2DataModule(LightningDataModule):
 
     @property
     def vocabulary_size(self) -> int:
-        """Returns the number of words, the minimum for the model; available after ``setup``."""
+        """The number of words, the minimum for the model; available after ``setup``."""
         assert self.corpus is not None
         return self.corpus.vocabulary_size
 
     @override
     def prepare_data(self) -> None:
-        """Downloads WikiText-2 unless its files exist; Lightning calls this on one process per node."""
+        """Download WikiText-2 unless its files exist; Lightning calls this on one process per node."""
         if self.source == "wikitext2":
             self._failure = fetch_error("WikiText-2", lambda: fetch_wikitext2(self.root))
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the text; with a process group, every rank calls this.
+        """Read the text; with a process group, every rank calls this.
 
         Raises:
             MissingDataError: a file is missing on any worker.
@@ -175,7 +175,7 @@ class WikiText2DataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the epoch, so that a resumed run continues with the next window."""
+        """Return the position in the epoch, so that a resumed run continues with the next window."""
         if self.trainer is None or self._train_windows is None:
             return {"position": 0}
         ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -226,7 +226,7 @@ class Windows:
         return len(self._iterator)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets, int64 of shape (time, columns); padding has the target ``IGNORED``."""
+        """Yield inputs and targets, int64 of shape (time, columns); padding has the target ``IGNORED``."""
         begin, self._resume_at = self._resume_at, 0
         for index, window in enumerate(self._iterator):
             if index >= begin:
@@ -234,16 +234,16 @@ class Windows:
                 yield window.text.clamp(min=0), window.target
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the number of windows yielded in the current epoch."""
+        """Return the number of windows yielded in the current epoch."""
         return {"position": self._position % max(len(self), 1)}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Sets the window at which the next epoch starts."""
+        """Set the window at which the next epoch starts."""
         self._resume_at = state_dict["position"]
 
 
 def training_columns(tokens: Tensor, columns: int, worker: int, num_workers: int) -> Tensor:
-    """Returns a worker's columns of the training text, shape (columns, length), without the remainder.
+    """Return a worker's columns of the training text, shape (columns, length), without the remainder.
 
     Example:
         >>> [training_columns(torch.arange(9), 2, worker, 2).tolist() for worker in (0, 1)]
@@ -255,7 +255,7 @@ def training_columns(tokens: Tensor, columns: int, worker: int, num_workers: int
 
 
 def evaluation_columns(tokens: Tensor, before: int, columns: int, worker: int, num_workers: int) -> Tensor:
-    """Returns a worker's columns of evaluation text, shape (columns, length + 1).
+    """Return a worker's columns of evaluation text, shape (columns, length + 1).
 
     Over all workers, every word is a target once. Each column starts with the word before its first target; the last
     columns may end in ``IGNORED``.

@@ -40,7 +40,7 @@ class MarkovChain:
         self.transitions = weights / weights.sum(1, keepdim=True)
 
     def stationary(self) -> Tensor:
-        """Returns the frequency of each word in a long text, float64, shape (num_words,), summing to 1."""
+        """Return the frequency of each word in a long text, float64, shape (num_words,), summing to 1."""
         num_words = len(self.transitions)
         # π P = π has a redundant equation; replace it by Σ π = 1.
         equations = self.transitions.T - torch.eye(num_words, dtype=torch.float64)
@@ -51,12 +51,12 @@ class MarkovChain:
         return stationary
 
     def perplexity(self) -> float:
-        """Returns the best perplexity on a long text, exp of the entropy rate −Σ_i π_i Σ_j P_ij ln P_ij."""
+        """Return the best perplexity on a long text, exp of the entropy rate −Σ_i π_i Σ_j P_ij ln P_ij."""
         entropies = torch.special.entr(self.transitions).sum(1)
         return float((self.stationary() @ entropies).exp())
 
     def sample(self, num_tokens: int, seed: int) -> Tensor:
-        """Returns a text as word indices, int64, shape (num_tokens,), starting after word 0."""
+        """Return a text as word indices, int64, shape (num_tokens,), starting after word 0."""
         rows = []
         for probabilities in self.transitions:
             successors = probabilities.nonzero().flatten().tolist()

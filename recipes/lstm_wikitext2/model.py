@@ -70,7 +70,7 @@ class TiedLSTM(nn.Module):
 
     @override
     def forward(self, words: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
-        """Returns logits of the next words, shape (time, columns, vocabulary_size), and the final state.
+        """Return logits of the next words, shape (time, columns, vocabulary_size), and the final state.
 
         Args:
             words: int64, shape (time, columns).
@@ -96,13 +96,13 @@ class CorpusPerplexity(Metric):
 
     @override
     def update(self, summed_loss: Tensor, num_words: Tensor) -> None:
-        """Adds the summed cross-entropy, in nats, and the number of words; both are scalars."""
+        """Add the summed cross-entropy, in nats, and the number of words; both are scalars."""
         self.summed_loss += summed_loss.detach()
         self.num_words += num_words
 
     @override
     def compute(self) -> Tensor:
-        """Returns the perplexity since the last reset."""
+        """Return the perplexity since the last reset."""
         return (self.summed_loss / self.num_words).exp().float()
 
 
@@ -152,7 +152,7 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Compares the vocabularies of model and data.
+        """Compare the vocabularies of model and data.
 
         Raises:
             ValueError: the data have a larger vocabulary than the model.
@@ -172,7 +172,7 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def forward(self, words: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
-        """Returns logits, shape (time, columns, vocabulary_size), and the final state."""
+        """Return logits, shape (time, columns, vocabulary_size), and the final state."""
         result: tuple[Tensor, Hidden] = self.network(words, hidden)
         return result
 
@@ -237,7 +237,7 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the LSTM state of every worker to the checkpoint; every rank calls this."""
+        """Add the LSTM state of every worker to the checkpoint; every rank calls this."""
         hidden = self.hidden["train"]
         if hidden is None:
             return
@@ -251,7 +251,7 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores this worker's state if equally many workers wrote the checkpoint, else starts with zeros."""
+        """Restore this worker's state if equally many workers wrote the checkpoint, else starts with zeros."""
         self.hidden["train"] = None
         states = checkpoint.get("hidden")
         if states is None or self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:

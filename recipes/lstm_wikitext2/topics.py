@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def article_starts(tokens: Tensor, end_of_line: int, heading: int) -> Tensor:
-    """Returns the positions of titles, lines of the form ``= title =``; sections have two signs.
+    """Return the positions of titles, lines of the form ``= title =``; sections have two signs.
 
     Args:
         tokens: the text as word indices, int64, one-dimensional.
@@ -26,7 +26,7 @@ def article_starts(tokens: Tensor, end_of_line: int, heading: int) -> Tensor:
 
 
 def sort_by_topic(tokens: Tensor, end_of_line: int, heading: int) -> Tensor:
-    """Returns the text with its articles sorted by topic.
+    """Return the text with its articles sorted by topic.
 
     Uses latent semantic analysis of the articles' tf-idf weights. The first singular vector is common to all articles,
     so the second determines the order. Text before the first article stays in place.

@@ -16,12 +16,12 @@ CHECKSUMMED = ("ml-20m",)
 
 
 def ratings_path(root: Path, dataset: str) -> Path:
-    """Returns ``<root>/<dataset>/ratings.csv``, which may not exist yet."""
+    """Return ``<root>/<dataset>/ratings.csv``, which may not exist yet."""
     return root / dataset / "ratings.csv"
 
 
 def fetch_ratings(root: Path, dataset: str) -> Path:
-    """Returns ``<root>/<dataset>/ratings.csv``, downloaded and unpacked unless it exists.
+    """Return ``<root>/<dataset>/ratings.csv``, downloaded and unpacked unless it exists.
 
     The archive stays in ``root`` and is not downloaded again. Not collective: call it in one process per node.
 

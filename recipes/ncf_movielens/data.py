@@ -72,23 +72,23 @@ class MovieLensDataModule(LightningDataModule):
 
     @property
     def num_users(self) -> int:
-        """Returns the number of users; available after ``setup``."""
+        """The number of users; available after ``setup``."""
         return self._loaded().num_users
 
     @property
     def num_items(self) -> int:
-        """Returns the number of items; available after ``setup``."""
+        """The number of items; available after ``setup``."""
         return self._loaded().num_items
 
     @override
     def prepare_data(self) -> None:
-        """Downloads the ratings unless they exist, and caches them; Lightning calls this once per node."""
+        """Download the ratings unless they exist, and cache them; Lightning calls this once per node."""
         if self.source != "builtin":
             self._failure = fetch_error("MovieLens", lambda: load_ratings(fetch_ratings(self.root, self.dataset)))
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the ratings; with a process group, every rank calls this.
+        """Read the ratings; with a process group, every rank calls this.
 
         Raises:
             MissingDataError: the ratings are missing on any worker.
@@ -159,5 +159,5 @@ class MovieLensDataModule(LightningDataModule):
 
 
 def _seed() -> int:
-    """Returns the seed of ``seed_everything``, which Lightning passes to all workers, else 0."""
+    """Return the seed of ``seed_everything``, which Lightning passes to all workers, else 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))

@@ -23,7 +23,7 @@ class LowRankRatings:
     scores: Tensor
 
     def best_hit_rate(self, top_k: int = 10) -> float:
-        """Returns the expected hit rate of the best possible ranking.
+        """Return the expected hit rate of the best possible ranking.
 
         A user's candidates are the taken item and a uniform draw of other items. Each candidate is the taken item with
         probability proportional to exp(score). The best ranking follows this probability, and its hit rate is the sum
@@ -36,7 +36,7 @@ class LowRankRatings:
 def draw_low_rank_ratings(
     num_users: int = 1000, num_items: int = 400, ratings_per_user: int = 41, rank: int = 2, seed: int = 0
 ) -> LowRankRatings:
-    """Returns interactions of users with items, determined by the arguments.
+    """Return interactions of users with items, determined by the arguments.
 
     Scores are inner products of normal factors, with standard deviation 2, plus a popularity of each item.
 

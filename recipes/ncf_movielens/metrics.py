@@ -9,7 +9,7 @@ from typing_extensions import override
 
 
 def pessimistic_ranks(scores: Tensor) -> Tensor:
-    """Returns the rank of the first candidate of each row, 0 for the best, int64 of shape (users,).
+    """Return the rank of the first candidate of each row, 0 for the best, int64 of shape (users,).
 
     Ties count against the first candidate, so a model with constant scores finds nothing. A NaN score ranks before the
     first candidate, and a NaN score of the first candidate ranks it last.
@@ -43,7 +43,7 @@ class _RankingMetric(Metric):
 
     @override
     def update(self, scores: Tensor) -> None:
-        """Adds scores of shape (users, candidates), the relevant candidate first; ``users`` may be 0."""
+        """Add scores of shape (users, candidates), the relevant candidate first; ``users`` may be 0."""
         ranks = pessimistic_ranks(scores)
         self.total += torch.where(ranks < self.top_k, self._value_of_rank(ranks), 0.0).sum()
         self.users += len(scores)

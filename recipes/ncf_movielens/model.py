@@ -76,7 +76,7 @@ class NeuMF(nn.Module):
 
     @override
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """Returns logits, float32 of shape (pairs,), for integer users and items of that shape."""
+        """Return logits, float32 of shape (pairs,), for integer users and items of that shape."""
         product = self.user_factors(users) * self.item_factors(items)
         hidden = self.mlp(torch.cat([self.mlp_users(users), self.mlp_items(items)], dim=1))
         logits: Tensor = self.output(torch.cat([product, hidden], dim=1)).squeeze(1)
@@ -136,7 +136,7 @@ class NCFRecommender(LightningModule):
 
     @override
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """Returns logits, shape (pairs,), for users and items of that shape."""
+        """Return logits, shape (pairs,), for users and items of that shape."""
         assert self.network is not None
         logits: Tensor = self.network(users, items)
         return logits

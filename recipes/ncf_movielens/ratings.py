@@ -49,7 +49,7 @@ class Ratings:
 
 
 def load_ratings(path: Path) -> Ratings:
-    """Returns the ratings in a MovieLens ``ratings.csv``, from ``<path>.cache.pt`` if it is current.
+    """Return the ratings in a MovieLens ``ratings.csv``, from ``<path>.cache.pt`` if it is current.
 
     The cache records the file's size and time of modification. It appears at its path only when complete.
 
@@ -73,7 +73,7 @@ def load_ratings(path: Path) -> Ratings:
 
 
 def parse_ratings(path: Path) -> Ratings:
-    """Returns the ratings in a MovieLens ``ratings.csv``; the value of a rating does not matter.
+    """Return the ratings in a MovieLens ``ratings.csv``; the value of a rating does not matter.
 
     Raises:
         InvalidRatingsError: the file lacks rows or a column, or a row does not hold four numbers. Or an id is negative
@@ -102,7 +102,7 @@ def parse_ratings(path: Path) -> Ratings:
 
 
 def split(users: Integers, items: Integers, timestamps: Integers) -> Ratings:
-    """Holds out each user's last interaction and draws the other candidates.
+    """Hold out each user's last interaction and draw the other candidates.
 
     Args:
         users: user of each interaction, indices from 0 without gaps.
@@ -146,7 +146,7 @@ def split(users: Integers, items: Integers, timestamps: Integers) -> Ratings:
 
 
 def last_interactions(users: Integers, timestamps: Integers, num_users: int) -> Integers:
-    """Returns the row of each user's latest interaction, or the last row of a tie.
+    """Return the row of each user's latest interaction, or the last row of a tie.
 
     Example:
         >>> last_interactions(np.array([0, 1, 0, 1, 1]), np.array([9, 4, 5, 7, 7]), num_users=2).tolist()
@@ -162,7 +162,7 @@ def last_interactions(users: Integers, timestamps: Integers, num_users: int) -> 
 
 
 def unrated_items(rated: Integers, counts: Integers, num_items: int, size: int, seed: int) -> Integers:
-    """Returns ``size`` distinct items per user that the user has not rated, drawn uniformly.
+    """Return ``size`` distinct items per user that the user has not rated, drawn uniformly.
 
     Args:
         rated: user * num_items + item of every rating, sorted.

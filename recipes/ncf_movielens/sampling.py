@@ -39,7 +39,7 @@ def make_shard(
     heterogeneous: bool,
     seed: int,
 ) -> Shard:
-    """Returns a worker's samples; all workers together hold every positive once.
+    """Return a worker's samples; all workers together hold every positive once.
 
     By default, each worker has a random share of the positives, fixed for the run, with ``negatives`` negatives each.
     With ``heterogeneous``, each worker takes a slice of all samples in order, positives first. With 8 workers and 4
@@ -138,7 +138,7 @@ class Batches(Generic[Batch]):
 def ranking_batches(
     candidates: Tensor, *, batch_size: int, rank: int, world_size: int
 ) -> Batches[tuple[Tensor, Tensor]]:
-    """Returns batches of a worker's users, shape (users,), and candidates, shape (users, candidates).
+    """Return batches of a worker's users, shape (users,), and candidates, shape (users, candidates).
 
     Every user belongs to one worker. All workers have equally many batches, so that all log the metrics. With fewer
     users than workers, some batches are empty.
@@ -156,7 +156,7 @@ def ranking_batches(
 
 
 def derive_seed(*parts: int) -> int:
-    """Returns a seed for a torch generator that depends on all parts.
+    """Return a seed for a torch generator that depends on all parts.
 
     Example:
         >>> derive_seed(1, 2) == derive_seed(1, 2), derive_seed(1, 2) == derive_seed(2, 1)

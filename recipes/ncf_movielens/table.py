@@ -24,7 +24,7 @@ class InvalidRatingsError(MissingDataError):
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Returns the columns in ``COLUMNS`` of a CSV file with their dtypes.
+    """Return the columns in ``COLUMNS`` of a CSV file with their dtypes.
 
     Raises:
         InvalidRatingsError: the file is empty; a column is missing; a row does not hold numbers or has too many fields.
@@ -65,7 +65,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _describe_first_bad_row(path: Path, options: dict[str, Any], error: Exception) -> str:
-    """Returns row and reason of the first invalid row; the error of pandas does not name the row."""
+    """Return row and reason of the first invalid row; the error of pandas does not name the row."""
     too_many = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
     start = 0
     try:
@@ -89,7 +89,7 @@ def _describe_first_bad_row(path: Path, options: dict[str, Any], error: Exceptio
 
 
 def _describe_first_zero_byte(path: Path, header: list[str]) -> str | None:
-    """Returns row and reason of the first zero byte, which ends a number for pandas 2."""
+    """Return row and reason of the first zero byte, which ends a number for pandas 2."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         offset = content.find(b"\0")
         if offset < 0:
@@ -112,7 +112,7 @@ def _is_number(text: str) -> bool:
 
 
 def describe_row(path: Path, index: int) -> str:
-    """Returns file and row of the n-th rating as text; empty lines, which pandas skips, count as rows."""
+    """Return file and row of the n-th rating as text; empty lines, which pandas skips, count as rows."""
     ratings = -2
     with path.open("rb") as lines:
         for row, line in enumerate(lines, start=1):

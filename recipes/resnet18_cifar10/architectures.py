@@ -21,7 +21,7 @@ PAPER_NUM_PARAMETERS: dict[Architecture, int] = {"resnet18": 11_173_962, "google
 
 
 def build_network(architecture: Architecture, num_classes: int = 10, width: int = PAPER_WIDTH) -> nn.Module:
-    """Returns an untrained network that maps images to logits, shape (batch, num_classes).
+    """Return an untrained network that maps images to logits, shape (batch, num_classes).
 
     Args:
         architecture: name of the network.
@@ -55,7 +55,7 @@ def build_network(architecture: Architecture, num_classes: int = 10, width: int 
 
 
 def use_group_norm(network: nn.Module) -> nn.Module:
-    """Replaces batch normalisation by group normalisation in place and returns the network.
+    """Replace batch normalisation by group normalisation in place and return the network.
 
     Groups have four channels, or more if four does not divide the number of channels. Use it if workers have different
     data. Their batch statistics then differ, and validation would use rank 0's running statistics (Hsieh et al., *The

@@ -100,18 +100,18 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def num_classes(self) -> int:
-        """Returns the number of classes."""
+        """The number of classes."""
         return NUM_CLASSES[self.source]
 
     @override
     def prepare_data(self) -> None:
-        """Downloads and unpacks CIFAR unless it exists; Lightning calls this on one process per node."""
+        """Download and unpack CIFAR unless it exists; Lightning calls this on one process per node."""
         if self.source != "builtin":
             self._failure = fetch_error(TITLES[self.source], lambda: unpack(DATASETS[self.source], self.root))
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the images; with a process group, every rank calls this.
+        """Read the images; with a process group, every rank calls this.
 
         Raises:
             MissingDataError: on any worker, CIFAR is missing and could not be downloaded, or a file is damaged.
@@ -183,7 +183,7 @@ def _identity(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def transform(batch: tuple[Tensor, Tensor], source: Source, *, augment: bool) -> tuple[Tensor, Tensor]:
-    """Returns a batch ready for the model, augmented on request; built-in images are never augmented."""
+    """Return a batch ready for the model, augmented on request; built-in images are never augmented."""
     images, labels = batch
     if source == "builtin":
         return batch
@@ -193,7 +193,7 @@ def transform(batch: tuple[Tensor, Tensor], source: Source, *, augment: bool) ->
 
 
 def crop_randomly(images: Tensor, padding: int, padding_mode: str = "constant") -> Tensor:
-    """Returns a random crop of each image after padding it.
+    """Return a random crop of each image after padding it.
 
     v2.RandomCrop would use one position for all images of a batch.
 
@@ -210,13 +210,13 @@ def crop_randomly(images: Tensor, padding: int, padding_mode: str = "constant") 
 
 
 def flip_randomly(images: Tensor) -> Tensor:
-    """Returns a batch (…, width) with each image flipped with a probability of one half."""
+    """Return a batch (…, width) with each image flipped with a probability of one half."""
     is_flipped = torch.rand(len(images), device=images.device) < 0.5
     return torch.where(is_flipped[:, None, None, None], v2.functional.horizontal_flip(images), images)
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
-    """Returns bytes as float32, shifted and scaled by each channel's mean and deviation."""
+    """Return bytes as float32, shifted and scaled by each channel's mean and deviation."""
     return v2.functional.normalize(
         v2.functional.to_dtype(images, torch.float32, scale=True), list(mean), list(deviation)
     )

@@ -23,12 +23,12 @@ class ImageBatches(TensorDataset):
     """Images and labels from which a loader takes a batch with a single indexing operation."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
-        """Returns the images and the labels of a batch."""
+        """Return the images and the labels of a batch."""
         return self[torch.tensor(indices)]
 
 
 def take_first(images: ImageBatches, number: int | None, name: str) -> ImageBatches:
-    """Returns the first ``number`` images, or all images for None.
+    """Return the first ``number`` images, or all images for None.
 
     Raises:
         ValueError: ``number`` is too large; the message calls it ``name``.
@@ -41,7 +41,7 @@ def take_first(images: ImageBatches, number: int | None, name: str) -> ImageBatc
 
 
 def pad_to_multiple(images: ImageBatches, multiple: int) -> ImageBatches:
-    """Returns the images, padded with ignored images to a multiple of ``multiple``."""
+    """Return the images, padded with ignored images to a multiple of ``multiple``."""
     missing = -len(images) % multiple
     pixels, labels = images.tensors
     return ImageBatches(
@@ -51,7 +51,7 @@ def pad_to_multiple(images: ImageBatches, multiple: int) -> ImageBatches:
 
 
 def slice_by_label(images: ImageBatches, worker: int, num_workers: int) -> ImageBatches:
-    """Returns a worker's slice of the images in the order of their labels.
+    """Return a worker's slice of the images in the order of their labels.
 
     All slices have equal length. The last slice repeats up to ``num_workers - 1`` images of the previous slice.
 
@@ -68,7 +68,7 @@ def slice_by_label(images: ImageBatches, worker: int, num_workers: int) -> Image
 
 
 def unpack(dataset: type[CIFAR10], root: Path) -> None:
-    """Downloads and unpacks a data set unless its folder exists; the folder appears only when complete.
+    """Download and unpack a data set unless its folder exists; the folder appears only when complete.
 
     Raises:
         MissingDataError: the archive could not be downloaded, or its checksum is wrong.
@@ -88,7 +88,7 @@ def unpack(dataset: type[CIFAR10], root: Path) -> None:
 
 
 def read(dataset: type[CIFAR10], root: Path, title: str) -> tuple[ImageBatches, ImageBatches]:
-    """Returns training and validation images, uint8 of shape (number, 3, 32, 32), with int64 labels.
+    """Return training and validation images, uint8 of shape (number, 3, 32, 32), with int64 labels.
 
     Raises:
         MissingDataError: a file of the data set is missing or damaged; the message names it.
@@ -115,7 +115,7 @@ def read(dataset: type[CIFAR10], root: Path, title: str) -> tuple[ImageBatches, 
 
 
 def read_digits() -> tuple[ImageBatches, ImageBatches]:
-    """Returns scikit-learn's digits in a fixed split for training and validation.
+    """Return scikit-learn's digits in a fixed split for training and validation.
 
     Images are float32 of shape (3, 8, 8), about zero mean and unit deviation; labels are int64.
     """

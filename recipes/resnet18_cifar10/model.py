@@ -53,7 +53,7 @@ class LoggedClassifier(LightningModule):
 
     @override
     def forward(self, images: Tensor) -> Tensor:
-        """Returns logits, shape (batch, classes), for images of shape (batch, 3, height, width)."""
+        """Return logits, shape (batch, classes), for images of shape (batch, 3, height, width)."""
         logits: Tensor = self.network(images)
         return logits
 
@@ -156,18 +156,18 @@ class MeanLoss(Metric):
 
     @override
     def update(self, total: Tensor, num_counted: Tensor) -> None:
-        """Adds the summed loss and the number of counted images, both 0-d tensors; the number may be 0."""
+        """Add the summed loss and the number of counted images, both 0-d tensors; the number may be 0."""
         self.total += total
         self.num_counted += num_counted
 
     @override
     def compute(self) -> Tensor:
-        """Returns the mean loss."""
+        """Return the mean loss."""
         return self.total / self.num_counted
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the optimizer's groups: ``decayed``, and ``normalisation`` (scale and shift) without decay."""
+    """Return the optimizer's groups: ``decayed``, and ``normalisation`` (scale and shift) without decay."""
     normalisation = {
         parameter
         for layer in module.modules()

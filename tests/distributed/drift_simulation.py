@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def simulated(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of ``Simulation`` for these options."""
+    """Return the arguments of ``Simulation`` for these options."""
     same = {name: value for name, value in options.items() if name in ("every_n_steps", "keep_drift", "drift_decay")}
     outer = (0.7, 0.9) if "outer_optimizer" in options else None
     return {**same, "is_late": options.get("overlap", False), "outer": outer}
@@ -78,7 +78,7 @@ class Simulation:
         self.num_steps = 0
 
     def step(self, losses: Sequence[Callable[[nn.Module], Tensor] | None]) -> None:
-        """Steps each worker that has a loss, and exchanges."""
+        """Step each worker that has a loss, and exchange."""
         for model, optimizer, loss in zip(self.models, self.optimizers, losses, strict=True):
             if loss is not None:
                 optimizer.zero_grad()

@@ -10,7 +10,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def through_float8(values: Tensor, scale: float) -> Tensor:
-    """Returns multiples of a 512th of the scale with four significant bits, at most 448 scales, as float64."""
+    """Return multiples of a 512th of the scale with four significant bits, at most 448 scales, as float64."""
     magnitude = (values / scale).float().double().abs().clamp(max=448)  # PyTorch converts by way of float32
     last = 2.0 ** (magnitude.clamp(min=2.0**-6).log2().floor() - 3)
     return ((magnitude / last).round() * last * scale).copysign(values.double())
@@ -43,7 +43,7 @@ def simulate(
     plan: Plan,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> list[Record]:
-    """Trains the model in place on ``batches[step][worker]``, as that many workers would."""
+    """Train the model in place on ``batches[step][worker]``, as that many workers would."""
     parameters = dict(model.named_parameters())
     num_workers = len(batches[0])
     errors = [{name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(num_workers)]

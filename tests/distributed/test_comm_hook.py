@@ -33,7 +33,7 @@ def wrapped(sparsifier, model=None, find_unused_parameters=False, bucket_cap_mb=
 
 
 def step(model, first, second, sometimes=None):
-    """Runs a backward with these gradients as part of training; returns the averaged gradients."""
+    """Run a backward with these gradients as part of training; return the averaged gradients."""
     tensors = [None if g is None else torch.tensor(g) for g in (first, second, sometimes)]
     model.zero_grad()
     model(*tensors).backward()
@@ -179,7 +179,7 @@ def test_a_state_is_freed_with_its_module():
 
 
 def _thresholds_with_steps_that_do_not_count(granularity, bad_steps, skips):
-    """Returns λ after each step that an optimizer made; NaN in a backward does not change λ."""
+    """Return λ after each step that an optimizer made; NaN in a backward does not change λ."""
     model, state = wrapped(HardThreshold(density=0.2, calibration_steps=1, granularity=granularity))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator, thresholds = torch.Generator().manual_seed(dist.get_rank()), []

@@ -284,7 +284,7 @@ def test_an_averager_may_be_replaced_or_reset_during_an_exchange(restarts):
 
 
 def train_unfreezing(looks_at):
-    """Unfreezes a layer between two exchanges; uses averaged weights after some steps."""
+    """Unfreeze a layer between two exchanges; use averaged weights after some steps."""
     model = build_model()
     frozen = next(model.parameters())
     frozen.requires_grad_(False)

@@ -95,7 +95,7 @@ def module(case, seed=11):
 
 
 def loss_of(model, case, rank, step):
-    """Returns a loss whose gradient is the move of the worker."""
+    """Return a loss whose gradient is the move of the worker."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     moves = [torch.randn(size, generator=generator, dtype=case.dtype) for size in case.sizes]
     scale = 0.0 if rank in case.silent else 0.4
@@ -129,7 +129,7 @@ def halve(model):
 
 
 def run_case(case):
-    """Runs a case on this worker.
+    """Run a case on this worker.
 
     Returns:
         For every step: θ before the exchange, θ, x, the mean if used, and the largest drift. Then λ by exchange, the
@@ -177,7 +177,7 @@ def run_case(case):
 
 
 def build_selection(case):
-    """Returns a function that selects the largest quarter of each parameter or of the model, at least an element."""
+    """Return a function that selects the largest quarter of each parameter or of the model, at least an element."""
 
     def select(drift):
         if case.top_k == "model":

@@ -29,7 +29,7 @@ COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "all_to_all
 
 
 def selection_of(seed, rank, size, density, dtype=torch.float32, wire=FLOAT):
-    """Returns the selection of a worker, equal in every process."""
+    """Return the selection of a worker, equal in every process."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     share = density if rank % 2 == 0 else density * (0.0 if seed % 5 == 0 else 1.0)  # sometimes nothing
     indices = (torch.rand(size, generator=generator) < share).nonzero().squeeze(1)
@@ -48,7 +48,7 @@ def header_of(selection, size, slices):
 
 
 def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, between=lambda: None, by_senders=False):
-    """Exchanges several buckets in a step; returns the averages, the headers and the bytes.
+    """Exchange several buckets in a step; return the averages, the headers and the bytes.
 
     What is ``between`` happens once all buckets are there and before the exchange ends.
     """
@@ -75,7 +75,7 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
 
 
 def plain_average(of_workers, size, dtype, by_senders):
-    """Returns the mean of the sent values, added in rank order and divided once."""
+    """Return the mean of the sent values, added in rank order and divided once."""
     out, senders = torch.zeros(2, size, dtype=dtype)
     for indices, values in of_workers:
         out.index_add_(0, indices, values)
@@ -84,7 +84,7 @@ def plain_average(of_workers, size, dtype, by_senders):
 
 
 def _run(modes, cases):
-    """Runs cases of (sizes, densities, dtype, wire, seed) on every route; returns checksums of all averages."""
+    """Run cases of (sizes, densities, dtype, wire, seed) on every route; return checksums of all averages."""
     checksums = []
     for sizes, densities, dtype, wire, seed in cases:
         by_senders = seed % 2 == 1 and modes != ["hierarchical"]
@@ -277,7 +277,7 @@ def test_all_workers_agree_whether_they_share_a_node(num_nodes):
 
 
 def _gather_in_batches():
-    """Gathers in batches, as over NCCL; Gloo supports batches too."""
+    """Gather in batches, as over NCCL; Gloo supports batches too."""
     Workers.is_over_gloo = False
     Workers.message_device = lambda self, device: device
     return gather_to_first("cpu")

@@ -31,7 +31,7 @@ STEPS = 15
 
 
 def fused(function):
-    """Calls the function with kernels instead of the code for CPUs."""
+    """Call the function with kernels instead of the code for CPUs."""
     asked = []
     for module in (extraction, gather, adding):
         module.is_available = lambda device, name=module.__name__: asked.append(name) or True
@@ -45,7 +45,7 @@ def training(dtype, options):
 
 
 def _record_launches():
-    """Uses the kernels; returns a set that collects each variant that Triton compiles."""
+    """Use the kernels; return a set that collects each variant that Triton compiles."""
     launched = set()
 
     def launch(kernel, programs, *arguments, **constants):
@@ -60,7 +60,7 @@ def _record_launches():
 
 
 def _variants(is_local, sparsifier, dtype, options):
-    """Returns the kernel variants of set-up and those of steps."""
+    """Return the kernel variants of set-up and those of steps."""
     launched, options = _record_launches(), dict(options)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=options.pop("has_scaler", False))
     has_unused = options.pop("find_unused_parameters", False)
@@ -88,7 +88,7 @@ def _variants(is_local, sparsifier, dtype, options):
 
 
 def numbers_of(step):
-    """Returns the coordinates of each layer, and all numbers but its errors, in which values beyond a payload count."""
+    """Return the coordinates of each layer, and all numbers but its errors, in which values beyond a payload count."""
     return [layer.selected for layer in step.layers.values()], asdict(replace(step, layers={}))
 
 

@@ -23,7 +23,7 @@ from tests.workers import on_workers, run_workers
 
 
 def _epochs(kind, num_epochs, *, drops=False):
-    """Trains on 10 + 15 r batches per epoch on worker r. With ``drops`` the last worker skips three steps."""
+    """Train on 10 + 15 r batches per epoch on worker r. With ``drops`` the last worker skips three steps."""
     sparsifier, options = KINDS[kind]
     options = dict(options)
     module = DistributedDataParallel(

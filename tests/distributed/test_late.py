@@ -60,7 +60,7 @@ def _side_stream(device):
 
 
 def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_side_stream=False):
-    """Checks sparse and full steps of several buckets against the formula; returns densities."""
+    """Check sparse and full steps of several buckets against the formula; return densities."""
     exchange.Workers = lambda group, rank, size: LateWorkers(group, rank, num_workers)
     if in_side_stream:
         with torch.cuda.stream(torch.cuda.Stream(device)):

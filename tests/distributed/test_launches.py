@@ -110,7 +110,7 @@ _now = SimpleNamespace()
 
 
 def _copy_to_host(table):
-    """Replaces the copy to the host; its wait returns real numbers."""
+    """Replace the copy to the host; its wait returns real numbers."""
     _now.counts.launches["copy to the host"] += 1
 
     def wait():
@@ -131,7 +131,7 @@ def measure(
     has_kernels: bool = True,
     exchange: ExchangeMode = "gather",
 ) -> Counts:
-    """Returns the counts of the third step of the hook in a process that pretends to have more workers.
+    """Return the counts of the third step of the hook in a process that pretends to have more workers.
 
     If layers may be unused, those of every other bucket are.
     """
@@ -185,7 +185,7 @@ def measure(
 
 
 def _replace_kernels_and_workers(num_workers: int, *, has_kernels: bool) -> None:
-    """Replaces kernels and workers by functions that return at once."""
+    """Replace kernels and workers by functions that return at once."""
     torch.Tensor.pin_memory = lambda self: self  # needs a driver
     ddp_buckets.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
     buffers.let_go = memory.let_go = lambda tensor: None

@@ -92,7 +92,7 @@ class _OnTheGpu:
 
 
 def measure(sparsifier, device, options):
-    """Returns bytes per parameter: after a usual step, its peak, and the peak of the first two steps."""
+    """Return bytes per parameter: after a usual step, its peak, and the peak of the first two steps."""
     buffers.PATIENCE = 10  # steps instead of 100
     options = {"dtype": torch.float32, "steps": 6, "is_scaled": False} | options
     dtype, steps, is_scaled = (options.pop(name) for name in ("dtype", "steps", "is_scaled"))

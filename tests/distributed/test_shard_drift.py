@@ -29,7 +29,7 @@ def loss_of(model, batch):
 
 
 def train(layout, options):
-    """Returns the full weights and anchor of a replica after each step, and its final statistics."""
+    """Return the full weights and anchor of a replica after each step, and its final statistics."""
     mesh, model = build_mesh(*layout), build_network()
     if dist.get_rank() // mesh["shard"].size():  # replicas start with different weights
         for parameter in model.parameters():

@@ -53,7 +53,7 @@ FALLS_AT = 4
 
 
 def draw(seed):
-    """Draws a training: layers, the layers used and stepped in each step, and the exchange."""
+    """Draw a training: layers, the layers used and stepped in each step, and the exchange."""
     dice = random.Random(seed)
     layers = [(dice.choice([1, 2, 3, 5, 8]), dice.random() < 0.5) for _ in range(dice.randint(1, 5))]
     replicas, shards = dice.choice(LAYOUTS)

@@ -52,7 +52,7 @@ def gradient(case, rank, step):
 
 
 def trainer_of(case, **options):
-    """Returns the state of a DDP module, and a function that trains a step on gradients and returns the averages."""
+    """Return the state of a DDP module, and a function that trains a step on gradients and returns the averages."""
     module = Weights(**{f"weight{place}": torch.zeros(size, dtype=case.dtype) for place, size in enumerate(case.sizes)})
     model = DistributedDataParallel(module, **options)
     sparsifier = HardThreshold(threshold=case.threshold, overshoot=case.overshoot)
@@ -71,7 +71,7 @@ def trainer_of(case, **options):
 
 
 def run_case(case):
-    """Returns the average, the residual and the statistics of every step on this worker."""
+    """Return the average, the residual and the statistics of every step on this worker."""
     state, train = trainer_of(case)
     history = []
     for step in range(len(case.scales)):
@@ -107,13 +107,13 @@ def test_nothing_is_lost_and_small_sums_wait(case):
 
 
 def run_with_room(case):
-    """Runs a case with payloads for all coordinates."""
+    """Run a case with payloads for all coordinates."""
     cost_model.SMALLEST_CAPACITY = sum(case.sizes)
     return run_case(case)
 
 
 def simulate(case):
-    """Returns averages and residuals of all steps for a single parameter."""
+    """Return averages and residuals of all steps for a single parameter."""
     n, (size,) = case.num_workers, case.sizes
     owner = torch.arange(size) // -(-size // n)
     residuals = torch.zeros(n, size, dtype=torch.float64)

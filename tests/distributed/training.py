@@ -73,7 +73,7 @@ def train(
     device: str = "cpu",
     **options: Any,
 ) -> Result:
-    """Trains as a worker of a process group with DDP and the hook."""
+    """Train as a worker of a process group with DDP and the hook."""
     model = DistributedDataParallel(build_model(dtype).to(device), bucket_cap_mb=bucket_cap_mb)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5) if step_size else None

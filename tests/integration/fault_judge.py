@@ -80,13 +80,13 @@ class Outcome:
 
 
 def same(actual: Layers, expected: Layers) -> bool:
-    """Returns whether tensors are equal to the last bit; missing tensors count as zero."""
+    """Return whether tensors are equal to the last bit; missing tensors count as zero."""
     actual, expected = zeros() | actual, zeros() | expected
     return all(torch.equal(actual[name].flatten().double(), expected[name].flatten().double()) for name in SIZES)
 
 
 def momentum_of(optimizer_states: list[Any]) -> Layers:
-    """Returns the momentum of one worker by parameter name."""
+    """Return the momentum of one worker by parameter name."""
     of_optimizer = optimizer_states[0]["state"] if optimizer_states else {}
     return zeros() | {
         name: of_optimizer[index]["momentum"] for index, name in enumerate(SIZES) if index in of_optimizer
@@ -94,7 +94,7 @@ def momentum_of(optimizer_states: list[Any]) -> Layers:
 
 
 def numbers_of(content: dict[str, Any]) -> Any:
-    """Returns the numbers that are equal on all workers."""
+    """Return the numbers that are equal on all workers."""
     return content["numbers"], content["histories"]
 
 
@@ -117,7 +117,7 @@ class Judge:
         return simulate(start, steps, self.case.threshold)
 
     def read(self, path: Path, problems: list[str]) -> File | None:
-        """Reads a checkpoint; appends its faults to ``problems``."""
+        """Read a checkpoint; append its faults to ``problems``."""
         try:
             saved = torch.load(path, weights_only=True)
         except Exception as error:
@@ -129,7 +129,7 @@ class Judge:
         return self.describe(path.name, saved, problems)
 
     def describe(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
-        """Describes a checkpoint; appends its faults to ``problems``."""
+        """Describe a checkpoint; append its faults to ``problems``."""
         state = self.start(saved)
         steps = [
             step
@@ -181,7 +181,7 @@ class Judge:
         return "residuals" if step else "nothing yet"
 
     def start(self, saved: dict[str, Any]) -> Any:
-        """Returns the state that a resumed run should start from."""
+        """Return the state that a resumed run should start from."""
         content = saved.get(KEY)
         residuals: Any = [worker["unsent"] for worker in content["workers"]] if content is not None else []
         if len(residuals) < 2:  # the mean residual or nothing
@@ -190,7 +190,7 @@ class Judge:
         return State(saved["state_dict"], momentum, [zeros() | residual for residual in residuals])
 
     def prepare(self) -> None:
-        """Trains without a fault to record the numbers that are equal on all workers after every step."""
+        """Train without a fault to record the numbers that are equal on all workers after every step."""
         if not self.case.is_sparse:
             return
         with tempfile.TemporaryDirectory() as name:
@@ -209,7 +209,7 @@ class Judge:
         return problems
 
     def strike(self, fault: Fault, folder: Path) -> Outcome:
-        """Trains with a fault and checks the files that are left."""
+        """Train with a fault and check the files that are left."""
         outcome = Outcome(self.case, fault, *run(self.case, folder, train, fault))
         outcome.has_struck = any(folder.glob("struck *"))
         if None in outcome.exit_codes:
@@ -232,7 +232,7 @@ class Judge:
         return outcome
 
     def resume(self, outcomes: Sequence[tuple[Outcome, Path]]) -> None:
-        """Resumes from every content not seen before; starts the workers only once."""
+        """Resume from every content not seen before; start the workers only once."""
         chosen: dict[str, Path] = {}
         for outcome, folder in outcomes:
             for file in outcome.files:
@@ -269,7 +269,7 @@ class Judge:
 
 
 def own_of(content: dict[str, Any]) -> list[tuple[dict[str, Any], Layers]]:
-    """Returns the tensors and the momentum of every worker."""
+    """Return the tensors and the momentum of every worker."""
     extras = content["extras"][0] if content["extras"] else []
     return [
         (held, momentum_of(extra["optimizer_states"])) for held, extra in zip(content["workers"], extras, strict=False)
@@ -288,7 +288,7 @@ class LocalJudge(Judge):
         self.stepped = [state.stepped(step) for step, state in enumerate(self.states[:-1])]
 
     def prepare(self) -> None:
-        """Needs no training of its own."""
+        """Need no training of its own."""
 
     def describe(self, name: str, saved: dict[str, Any], problems: list[str]) -> File:
         if not saved["optimizer_states"]:
@@ -314,7 +314,7 @@ class LocalJudge(Judge):
         return File(name, step, saved["global_step"], holds, digest.hexdigest())
 
     def _check_workers(self, saved: dict[str, Any], name: str, problems: list[str]) -> int | None:
-        """Returns the step of the workers' state; None, as with plain ddp, if an optimizer step was interrupted."""
+        """Return the step of the workers' state; None, as with plain ddp, if an optimizer step was interrupted."""
         content = saved[KEY]
         workers = [(held["weights"], momentum) for held, momentum in own_of(content)]
         known = [*enumerate(self.states), *((step + 1, state) for step, state in enumerate(self.stepped))]

@@ -84,7 +84,7 @@ class Fault:
     then: "Fault | None" = None
 
     def strokes(self, rank: int) -> list[tuple[str, Point]]:
-        """Returns the way and point of each fault of this worker, in order."""
+        """Return the way and point of each fault of this worker, in order."""
         point, later = self.points[rank], [] if self.then is None else self.then.strokes(rank)
         return later if point is None else [(self.way, point), *later]
 
@@ -153,7 +153,7 @@ class Injector:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Wraps functions of the package and of torch, so that their calls become points."""
+        """Wrap functions of the package and of torch, so that their calls become points."""
         injector = self
 
         class Store(save_barrier.PrefixStore):

@@ -25,7 +25,7 @@ def first_weights() -> Layers:
 
 
 def slopes(rank: int, step: int) -> Layers:
-    """Returns the part of a gradient that does not depend on the weights."""
+    """Return the part of a gradient that does not depend on the weights."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return {name: UNIT * torch.randint(-6, 7, (size,), generator=generator) for name, size in SIZES.items()}
 
@@ -46,7 +46,7 @@ class State:
         return cls(first_weights(), zeros(), [zeros()] * num_workers)
 
     def after(self, step: int, threshold: float) -> "State":
-        """Returns the state after a step in which each worker sends values that reach the threshold."""
+        """Return the state after a step in which each worker sends values that reach the threshold."""
         num_workers = len(self.residuals)
         weights, momentum, residuals = zeros(), zeros(), [zeros() for _ in range(num_workers)]
         for name, weight in self.weights.items():
@@ -79,7 +79,7 @@ class LocalState:
         return {name: sum(weight[name] for weight in self.weights) / len(self.weights) for name in SIZES}
 
     def stepped(self, step: int) -> "LocalState":
-        """Returns the state after an optimizer step of every worker, before an exchange."""
+        """Return the state after an optimizer step of every worker, before an exchange."""
         weights, momentum = [], []
         for rank, (before, moved) in enumerate(zip(self.weights, self.momentum, strict=True)):
             slope = slopes(rank, step)
@@ -88,7 +88,7 @@ class LocalState:
         return LocalState(self.anchor, weights, momentum)
 
     def after(self, step: int, threshold: float) -> "LocalState":
-        """Returns the state after a step and an exchange of drifts that reach the threshold."""
+        """Return the state after a step and an exchange of drifts that reach the threshold."""
         stepped = self.stepped(step)
         anchor, weights = {}, [{} for _ in stepped.weights]
         for name, x in self.anchor.items():
@@ -106,7 +106,7 @@ def zeros() -> Layers:
 
 
 def simulate(state: Any, steps: range, threshold: float) -> list[Any]:
-    """Returns the given state and those after every step."""
+    """Return the given state and those after every step."""
     states = [state]
     for step in steps:
         states.append(states[-1].after(step, threshold))

@@ -98,7 +98,7 @@ def fit(
     ckpt_path: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Trains with the environment variables of torchrun and SLURM; returns the final state."""
+    """Train with the environment variables of torchrun and SLURM; return the final state."""
     if not case.together:
         gather.FULL_BYTES = 0
     common = {"timeout": timedelta(seconds=GROUP_TIMEOUT), "bucket_cap_mb": SMALL_BUCKETS_MB}
@@ -201,7 +201,7 @@ def resume(rank: int, case: Case, folder: Path, paths: list[str]) -> None:
 def run(
     case: Case, folder: Path, function: Callable[..., None], *args: Any, limit: float = HANG
 ) -> tuple[float, list[int | None]]:
-    """Runs a function in every worker; returns the seconds and the exit codes, None for killed workers."""
+    """Run a function in every worker; return the seconds and the exit codes, None for killed workers."""
     started = time.monotonic()
     with workers(case.num_workers, folder, _be_a_worker, case, str(folder), function, args) as running:
         for process in running.processes:
@@ -210,7 +210,7 @@ def run(
 
 
 def trace(case: Case) -> list[list[Point]]:
-    """Returns all points that each worker reaches."""
+    """Return all points that each worker reaches."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _, exit_codes = run(case, folder, train, Fault("none", (None,) * case.num_workers), limit=NO_FAULT)

@@ -24,7 +24,7 @@ GRADIENTS, DRIFTS = HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
 
 
 def build_network(width: int = 9) -> nn.Sequential:
-    """Returns layers with uneven shards on two ranks; the second rank has no shard of the last layer."""
+    """Return layers with uneven shards on two ranks; the second rank has no shard of the last layer."""
     generator = torch.Generator().manual_seed(3)
     network = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 7, bias=False), nn.Tanh(), nn.Linear(7, 1))
     with torch.no_grad():
@@ -176,7 +176,7 @@ def data() -> DataLoader[Any]:
 
 
 def replica_batches(batches_of_ranks: list[list[Any]], ranks: int) -> list[list[Any]]:
-    """Returns the batch of each replica in each step, joined from the batches of its data-parallel ranks."""
+    """Return the batch of each replica in each step, joined from the batches of its data-parallel ranks."""
     return [
         [tuple(map(torch.cat, zip(*step[i : i + ranks], strict=True))) for i in range(0, len(step), ranks)]
         for step in zip(*batches_of_ranks, strict=True)
@@ -184,7 +184,7 @@ def replica_batches(batches_of_ranks: list[list[Any]], ranks: int) -> list[list[
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the full tensor of every parameter by name. Collective in a replica."""
+    """Return the full tensor of every parameter by name. Collective in a replica."""
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
 
 

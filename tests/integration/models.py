@@ -210,7 +210,7 @@ class Recorder(Callback):
 
 
 def data(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
-    """Returns equal samples on all workers; Lightning gives each worker every n-th of them."""
+    """Return equal samples on all workers; Lightning gives each worker every n-th of them."""
     generator = torch.Generator().manual_seed(11)
     inputs = torch.randn(num_samples, 8, generator=generator)
     labels = torch.randint(0, 3, (num_samples,), generator=generator)
@@ -218,7 +218,7 @@ def data(num_samples: int = 64, batch_size: int = 4) -> DataLoader:
 
 
 def search_restriction() -> str | None:
-    """Returns None if training restarts at the first batch after a learning rate search, or why not."""
+    """Return None if training restarts at the first batch after a learning rate search, or why not."""
     if RequirementCache("lightning>=2.5.3"):
         return None
     return "Lightning before 2.5.3 goes on in the middle of an epoch after a search for a learning rate"
@@ -226,7 +226,7 @@ def search_restriction() -> str | None:
 
 @contextmanager
 def messages_of(messages: list[str]) -> Iterator[None]:
-    """Appends the messages of ``rank_zero_info`` to a list."""
+    """Append the messages of ``rank_zero_info`` to a list."""
 
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -242,7 +242,7 @@ def messages_of(messages: list[str]) -> Iterator[None]:
 
 @contextmanager
 def warnings_of(messages: list[str], words: str = "") -> Iterator[None]:
-    """Appends the warnings that contain these words to a list."""
+    """Append the warnings that contain these words to a list."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -250,7 +250,7 @@ def warnings_of(messages: list[str], words: str = "") -> Iterator[None]:
 
 
 def world_size() -> int:
-    """Returns the number of worker processes of the running test."""
+    """Return the number of worker processes of the running test."""
     return int(os.environ.get(NUM_WORKERS, 1))
 
 
@@ -258,7 +258,7 @@ QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", 
 
 
 def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: int = 3, **options: Any) -> Trainer:
-    """Returns a Trainer without loggers and progress bar, on the workers of the test by default."""
+    """Return a Trainer without loggers and progress bar, on the workers of the test by default."""
     if NUM_WORKERS in os.environ:
         os.environ["WORLD_SIZE"] = os.environ[NUM_WORKERS]
     num_workers = num_workers or world_size()
@@ -268,7 +268,7 @@ def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: i
 
 
 def compiled(module: nn.Module, graphs: list[int], backend: str = "eager") -> Any:
-    """Returns the module, compiled; each graph appends its number of inputs to a list."""
+    """Return the module, compiled; each graph appends its number of inputs to a list."""
 
     def note(graph: Any, inputs: Any) -> Any:
         graphs.append(len(inputs))
@@ -278,7 +278,7 @@ def compiled(module: nn.Module, graphs: list[int], backend: str = "eager") -> An
 
 
 def memory(name: str) -> int:
-    """Returns an entry of this process's /proc/self/status, in bytes."""
+    """Return an entry of this process's /proc/self/status, in bytes."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
     return 1024 * int(line.split()[1])
 
@@ -288,7 +288,7 @@ def clones(named_tensors: Any) -> dict[str, Tensor]:
 
 
 def mean_of(workers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the mean of all workers by name, summed in float64."""
+    """Return the mean of all workers by name, summed in float64."""
     return {
         name: (sum(worker[name].double() for worker in workers) / len(workers)).to(tensor.dtype)
         for name, tensor in workers[0].items()
@@ -296,7 +296,7 @@ def mean_of(workers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Returns the flat gradient of a loss by parameter name, computed without DDP."""
+    """Return the flat gradient of a loss by parameter name, computed without DDP."""
     model.zero_grad()
     loss().backward()
     return {
@@ -306,7 +306,7 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
 
 
 def assert_equal(actual: Any, expected: Any, what: str = "") -> None:
-    """Compares nested tensors to the last bit; ``what`` starts the message."""
+    """Compare nested tensors to the last bit; ``what`` starts the message."""
     torch.testing.assert_close(
         actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}" if what else text
     )

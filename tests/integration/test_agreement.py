@@ -23,7 +23,7 @@ CHANGES: dict[str, Callable[[Classifier], Any]] = {
 
 
 def _start(change: str, options: dict[str, Any]) -> str:
-    """Gives rank 1 another model or other options; returns the error."""
+    """Give rank 1 another model or other options; return the error."""
     is_different = os.environ["RANK"] == "1"
     model = Classifier()
     CHANGES[change if is_different else "same"](model)

@@ -347,7 +347,7 @@ class Renamed(Classifier):
 
 
 def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Restores only the residuals, by name, into another model."""
+    """Restore only the residuals, by name, into another model."""
     content = torch.load(path, weights_only=True)["lightning_sparse"]
     for residual in content["workers"][0]["unsent"].values():
         residual.fill_(0.5)  # those of a single worker are zero
@@ -432,7 +432,7 @@ def test_a_threshold_that_is_set_after_a_step_is_saved(name: str, num_workers: i
 
 
 def _train_alone(path: str, threshold: float | None) -> list[StepStats]:
-    """Continues a checkpoint for two steps and replaces it; may set a threshold first."""
+    """Continue a checkpoint for two steps and replace it; may set a threshold first."""
     seen: list[StepStats] = []
 
     def start(trainer: Trainer, _: LightningModule) -> None:

@@ -60,7 +60,7 @@ NOTHING_UNSENT = {"local", "local_hsdp file"}
 
 
 def notes_unsent(squares: list[float]) -> Callback:
-    """Returns a callback that appends the squared norm of unsent values of each worker of this process."""
+    """Return a callback that appends the squared norm of unsent values of each worker of this process."""
 
     def note(trainer: Any, _: Any) -> None:
         for state in getattr(getattr(trainer.strategy, "workers", None), "each", [trainer.strategy.state]):
@@ -83,7 +83,7 @@ def _write(names: list[str], folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    """Returns a folder with a checkpoint of every strategy."""
+    """Return a folder with a checkpoint of every strategy."""
     place: Path = tmp_path_factory.mktemp("pairs")
     run_workers(_write, 2, [name for name in STRATEGIES if name != "simulated"], str(place), process_group=False)
     run_workers(_write, 1, ["simulated"], str(place), process_group=False)
@@ -91,7 +91,7 @@ def folder(tmp_path_factory: Any) -> Path:
 
 
 def _resume_from(path: str, reader: str, num_workers: int) -> tuple[list[float], list[str], list[str]]:
-    """Returns squared norms of unsent values after a resume, warnings and messages."""
+    """Return squared norms of unsent values after a resume, warnings and messages."""
     unsent, warned, messages = list[float](), list[str](), list[str]()
     trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[notes_unsent(unsent)])
     with messages_of(messages), warnings_of(warned):
@@ -107,7 +107,7 @@ def _resume(reader: str, num_workers: int, folder: str) -> dict[str, tuple[list[
 
 
 def _consolidated(folder: str, reader: str, writer: str) -> tuple[list[float], list[str], list[str]]:
-    """Resumes from a file that Lightning consolidated from a folder."""
+    """Resume from a file that Lightning consolidated from a folder."""
     merged = _load_distributed_checkpoint(Path(folder, writer))
     merged["optimizer_states"] = [merged.pop("optimizer_0")]
     path = f"{folder}/consolidated for {os.environ['RANK']}"

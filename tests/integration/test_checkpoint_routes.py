@@ -151,7 +151,7 @@ class DataForCli(LightningDataModule):
 
 
 def _command_line(folder: str, *arguments: str) -> dict[str, Tensor]:
-    """Runs LightningCLI as a script of a user does, with command-line arguments."""
+    """Run LightningCLI as a script of a user does, with command-line arguments."""
     recorder = Recorder()
     sizes = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.use_distributed_sampler=false"]
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.logger=false"]

@@ -26,7 +26,7 @@ VALUES = {"dense": (0.9, 1.0, 1.1), "other": (1.4, 1.5, 1.6), "same": (0.9, 1.0,
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Returns a function that calls ``main`` of a module with arguments and returns its stdout and stderr."""
+    """Return a function that calls ``main`` of a module with arguments and returns its stdout and stderr."""
     monkeypatch.chdir(PROJECT)
 
     def call_main(main, *arguments):
@@ -216,7 +216,7 @@ CHOICE = Choice(None, None)
 
 @pytest.fixture
 def without_training(monkeypatch, tmp_path):
-    """Returns runs of a recipe that only create their log folder, and the list of their commands."""
+    """Return runs of a recipe that only create their log folder, and the list of their commands."""
     made = []
 
     def fit(command):

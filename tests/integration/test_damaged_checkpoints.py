@@ -79,7 +79,7 @@ CHANGES = [flipped, with_nan, resized, retyped]
 
 
 def damaged(content: dict[str, Any], seed: int) -> Any:
-    """Returns the saved state of a strategy with one entry changed or missing, at any depth."""
+    """Return the saved state of a strategy with one entry changed or missing, at any depth."""
     chance = random.Random(seed)
     container: Any = {"content": copy.deepcopy(content)}
     root, key = container, "content"

@@ -143,7 +143,7 @@ def train(
     callbacks: tuple[Callback, ...] = (),
     resume: str | None = None,
 ) -> dict[str, Any]:
-    """Trains and returns the final state; without ``loader_processes``, the loader can resume."""
+    """Train and return the final state; without ``loader_processes``, the loader can resume."""
     failure = failure or Failure()
     recorder, start = Recorder(), _Start(failure)
     trainer = quiet_trainer(
@@ -190,7 +190,7 @@ class _Start(Callback):
 
 
 def last_checkpoint(folder: Path | str, every: int) -> ModelCheckpoint:
-    """Returns the callback that keeps ``last.ckpt`` and overwrites it every few steps."""
+    """Return the callback that keeps ``last.ckpt`` and overwrites it every few steps."""
     return ModelCheckpoint(folder, "{step}", save_last=True, save_top_k=0, every_n_train_steps=every)
 
 
@@ -211,7 +211,7 @@ getattr(test_dying_workers, sys.argv[1])(*sys.argv[2:])
 
 @contextlib.contextmanager
 def torchrun(num_workers: int, folder: Path, function: str, *args: str, restarts: int = 0) -> Iterator[Any]:
-    """Starts torchrun in a separate process group, as a shell does; ends all its processes."""
+    """Start torchrun in a separate process group, as a shell does; end all its processes."""
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(num_workers)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", str(restarts)]
@@ -239,7 +239,7 @@ def torchrun(num_workers: int, folder: Path, function: str, *args: str, restarts
 
 
 def end_of(process: Any, folder: Path) -> tuple[int, str]:
-    """Waits for torchrun to end; returns its exit code and its output."""
+    """Wait for torchrun to end; return its exit code and its output."""
     try:
         process.wait(HANG)
     except subprocess.TimeoutExpired:
@@ -251,7 +251,7 @@ def end_of(process: Any, folder: Path) -> tuple[int, str]:
 
 
 def assert_the_others_end(folder: Path, failure: Failure, within: float, **options: Any) -> None:
-    """Checks that two of three workers notice the failure of the third, and end with their own error."""
+    """Check that two of three workers notice the failure of the third, and end with their own error."""
     options = {"loader_processes": 0} | options
     with workers(3, folder, partial(train, ENDLESS, failure=failure, **options)) as started:
         started.wait_for(failure.rank, lambda: f"<rank {failure.rank} fails" in started.output(failure.rank), "to fail")
@@ -317,7 +317,7 @@ def test_a_stopped_worker_ends_the_others_after_the_timeout(exchange: str, tmp_p
 
 
 def train_and_record(folder: str, max_steps: str, every: str, death: str) -> None:
-    """Resumes from the last checkpoint; before a restart by torchrun, the second worker dies. Runs in workers."""
+    """Resume from the last checkpoint; before a restart by torchrun, the second worker dies. Runs in workers."""
     rank = os.environ["RANK"]
     Path(f"{folder}/process of {rank}").write_text(str(os.getpid()))
     failure = Failure("forward", step=int(death)) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else Failure()
@@ -369,7 +369,7 @@ def saved_step(path: Path) -> int:
 
 
 def assert_whole(path: Path, num_workers: int) -> int:
-    """Checks that a checkpoint holds the residuals of every worker and that a run resumes; returns its step."""
+    """Check that a checkpoint holds the residuals of every worker and that a run resumes; return its step."""
     saved = read(path)
     step = saved["global_step"]
     assert saved[KEY]["world_size"] == num_workers

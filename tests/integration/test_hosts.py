@@ -83,7 +83,7 @@ class Model(LightningModule):
 
 
 def train(namespaces: Sequence[str] | None, address: str, folder: str | None) -> dict[str, Any]:
-    """Trains a worker, on a separate host if namespaces are given. Runs in every worker."""
+    """Train a worker, on a separate host if namespaces are given. Runs in every worker."""
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if namespaces is not None:
         enter(namespaces[rank])
@@ -108,7 +108,7 @@ def train(namespaces: Sequence[str] | None, address: str, folder: str | None) ->
 
 
 def enter(namespace: str) -> None:
-    """Moves this process, which still has a single thread, into a network namespace."""
+    """Move this process, which still has a single thread, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
@@ -116,7 +116,7 @@ def enter(namespace: str) -> None:
 
 
 def train_on(lab: NetworkLab, folder: Path) -> list[dict[str, Any]]:
-    """Returns the results of a training with a worker on every host of a lab."""
+    """Return the results of a training with a worker on every host of a lab."""
     namespaces = [lab.namespace(host) for host in range(lab.hosts)]
     arguments = (namespaces, lab.address(0), str(folder))  # new processes, because setns needs a single thread
     return run_workers(train, lab.hosts, *arguments, process_group=False, timeout=100, new=True)
@@ -124,7 +124,7 @@ def train_on(lab: NetworkLab, folder: Path) -> list[dict[str, Any]]:
 
 @cache
 def undisturbed(num_workers: int) -> list[dict[str, Any]]:
-    """Returns the results of as many workers on one host, over loopback."""
+    """Return the results of as many workers on one host, over loopback."""
     return run_workers(train, num_workers, None, "127.0.0.1", None, process_group=False, timeout=60)
 
 
@@ -223,7 +223,7 @@ def test_hosts_on_links_of_different_rates_agree(tmp_path: Path) -> None:
 
 
 def configure(lab: NetworkLab, host: int, line: str) -> None:
-    """Runs a line of `tc` on a host; skips the test if the kernel does not allow it."""
+    """Run a line of `tc` on a host; skip the test if the kernel does not allow it."""
     command = ["tc", "-n", lab.namespace(host), "-batch", "-"]
     done = subprocess.run(command, input=line, capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
@@ -231,7 +231,7 @@ def configure(lab: NetworkLab, host: int, line: str) -> None:
 
 
 def queue(lab: NetworkLab, host: int, kind: str) -> dict[str, Any]:
-    """Returns the statistics of a queue on a host, as `tc` shows them."""
+    """Return the statistics of a queue on a host, as `tc` shows them."""
     command = ["tc", "-n", lab.namespace(host), "-j", "-s", "qdisc", "show", "dev", INTERFACE]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     [found] = [shown_queue for shown_queue in json.loads(shown) if shown_queue["kind"] == kind]

@@ -99,12 +99,12 @@ OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tens
 
 
 def notes_start(found: dict[str, Any]) -> Callback:
-    """Returns a callback that writes the state of a replica at the start of training to a dict."""
+    """Return a callback that writes the state of a replica at the start of training to a dict."""
     return LambdaCallback(on_train_start=lambda trainer, _: found.update(held(trainer.strategy)))
 
 
 def held(strategy: Any) -> dict[str, Any]:
-    """Returns the state of this rank's replica in full tensors."""
+    """Return the state of this rank's replica in full tensors."""
     state = strategy.state
     parameters, snapshot = state.parameters, state.snapshot()
 
@@ -136,7 +136,7 @@ def held(strategy: Any) -> dict[str, Any]:
 def train(
     setting: str, replicas: int, epochs: int, save: str | None, resume: str | None, is_folder: bool, **others: Any
 ) -> dict[str, Any]:
-    """Trains epochs of four steps; saves every two steps as ``save`` and at the end as ``save.end``."""
+    """Train epochs of four steps; save every two steps as ``save`` and at the end as ``save.end``."""
     kind, make, options = (SETTINGS | OF_EIGHT)[setting]
     strategy = kind(replicas=replicas, save_distributed_checkpoint=is_folder, **(options | others))
     at_start: dict[str, Any] = {}
@@ -202,7 +202,7 @@ def _resume_elsewhere(folder: str, replicas: int, is_folder: bool) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function that returns the checkpoints of one form and the state of each rank."""
+    """Return a function that returns the checkpoints of one form and the state of each rank."""
 
     @functools.cache
     def save(is_folder: bool) -> tuple[Path, Any]:

@@ -67,7 +67,7 @@ def train(
     keeps_last: bool = False,
     **options: Any,
 ) -> Any:
-    """Trains and saves every two steps, as ``last.ckpt`` or in separate files, and on an exception if any is raised."""
+    """Train and save every two steps, as ``last.ckpt`` or in separate files, and on an exception if any is raised."""
     failure = failure or Failure()
     strategy = kind(
         threshold=0.03, replicas=2, timeout=timedelta(seconds=GROUP_TIMEOUT), process_group_backend="gloo", **options
@@ -83,7 +83,7 @@ def train(
 
 
 def assert_resumes(folder: Path, kind: Any, checkpoint: Path) -> None:
-    """Checks that a resumed run ends with the weights of an uninterrupted run."""
+    """Check that a resumed run ends with the weights of an uninterrupted run."""
     resumed = run_ranks(partial(train, resume=str(checkpoint)), 4, str(folder / "more"), kind)
     straight = run_ranks(train, 4, str(folder / "other"), kind)
     assert_equal(resumed, straight)
@@ -108,7 +108,7 @@ def test_a_death_ends_all_others(tmp_path: Path, kind: Any, place: str, rank: in
 
 
 def _train_and_be_killed(folder: str, kind: Any, place: str) -> None:
-    """Kills all ranks in the second save of ``last.ckpt``, before or after Lightning writes its part."""
+    """Kill all ranks in the second save of ``last.ckpt``, before or after Lightning writes its part."""
     count = {"saves": 0}
     save = ModelParallelStrategy.save_checkpoint
 

@@ -63,7 +63,7 @@ def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @functools.cache
 def trained_in_all_ways() -> Any:
-    """Returns the weights of every rank after each program; all programs share the processes."""
+    """Return the weights of every rank after each program; all programs share the processes."""
     return run_ranks(_train_in_all_ways, 4)
 
 

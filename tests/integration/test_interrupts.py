@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def strike(case: Case, way: str, whom: str, point: Point, then: Fault | None = None) -> Fault:
-    """Returns a fault at one point on the first, the last or all workers."""
+    """Return a fault at one point on the first, the last or all workers."""
     ranks = {FIRST: [0], LAST: [case.num_workers - 1], ALL: range(case.num_workers)}[whom]
     return Fault(way, tuple(point if rank in ranks else None for rank in range(case.num_workers)), then)
 
@@ -81,7 +81,7 @@ def row(case: Case, way: str, whom: str, point: Point, saved: str, *, finishes: 
 
 
 def then_killed(case: Case, name: str, saved: str) -> Row:
-    """Returns a row in which all workers raise, and the last is killed in the save that follows."""
+    """Return a row in which all workers raise, and the last is killed in the save that follows."""
     death = strike(case, "SIGKILL", LAST, Point(AFTERWARDS, name))
     return Row(case, strike(case, "raise", ALL, IN_BACKWARD, death), saved)
 
@@ -145,14 +145,14 @@ Pair = tuple[Case, Fault]
 
 
 def points_of(traces: Sequence[Sequence[Point]]) -> list[Point]:
-    """Returns the distinct points of some steps and saves; only the first of repeated accesses to the store counts."""
+    """Return the distinct points of some steps and save; only the first of repeated accesses to the store counts."""
     windows = ("step 0", "step 2", "save 1", "save 2")
     points = dict.fromkeys(point for points in traces for point in points if point.window in windows)
     return [point for point in points if not ("store." in point.name and point.k)]
 
 
 def faults_of(case: Case) -> list[Fault]:
-    """Returns two faults at every point; they take turns through all ways and choices of workers."""
+    """Return two faults at every point; they take turns through all ways and choices of workers."""
     traces = trace(case)
     generator = random.Random(1)
     kinds = list(itertools.product(("raise", "SIGUSR1", "SIGINT", "SIGKILL"), (FIRST, LAST, ALL)))
@@ -171,7 +171,7 @@ def faults_of(case: Case) -> list[Fault]:
 
 
 def samples() -> list[Pair]:
-    """Returns a reproducible sample of faults at all points."""
+    """Return a reproducible sample of faults at all points."""
     drawn = []
     for case, number in ((GATHER, 10), (DENSE, 6)):
         # Mostly faults on all workers, which cause no wait, and a few others.
@@ -184,7 +184,7 @@ def samples() -> list[Pair]:
 
 
 def run_pairs(pairs: list[Pair]) -> dict[Pair, Outcome]:
-    """Returns the outcome of each fault; runs several trainings at once, first those in which workers wait."""
+    """Return the outcome of each fault; run several trainings at once, first those in which workers wait."""
     pairs = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1].is_everywhere)
     judges = {case: (LocalJudge if case.is_local else Judge)(case) for case, _ in pairs}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -202,26 +202,26 @@ def run_pairs(pairs: list[Pair]) -> dict[Pair, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(rows: list[dict[str, str]]) -> dict[Pair, Outcome]:
-    """Returns the outcomes of all selected rows, and of their faults under plain ddp."""
+    """Return the outcomes of all selected rows, and of their faults under plain ddp."""
     chosen = [ROWS[row["name"]] for row in rows]
     pairs = [(row.case, row.fault) for row in chosen if row.case.saver != "model_checkpoint" or HAS_SAVE_ON_EXCEPTION]
     return run_pairs([*pairs, *(in_plain_ddp(*pair) for pair in pairs if is_in_plain_ddp(pair[1]))])
 
 
 def is_in_plain_ddp(fault: Fault) -> bool:
-    """Returns whether plain ddp reaches the points of a fault."""
+    """Return whether plain ddp reaches the points of a fault."""
     names = {"backward", "training_step begins", "on_after_backward", "optimizer changed a weight"}
     names |= {"on_train_batch_end", "between backward and step", "while written"}
     return all(point is None or point.name in names for point in fault.points)
 
 
 def in_plain_ddp(case: Case, fault: Fault) -> Pair:
-    """Returns the case with Lightning's own strategy, and the fault without a second fault."""
+    """Return the case with Lightning's own strategy, and the fault without a second fault."""
     return Case("ddp", case.num_workers, manual=case.manual, saver=case.saver), Fault(fault.way, fault.points)
 
 
 def compare(ours: Outcome, plain: Outcome) -> None:
-    """Adds a problem if plain ddp left a correct file and the sparse strategy did not."""
+    """Add a problem if plain ddp left a correct file and the sparse strategy did not."""
     if not plain.has_struck or plain.saved is None or plain.saved.step is None:
         return
     if ours.finished:

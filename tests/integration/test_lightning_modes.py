@@ -40,7 +40,7 @@ from tests.workers import of_all_workers, on_workers
 
 
 def train(model: Any, strategy: Any, **options: Any) -> dict[str, Any]:
-    """Trains in every worker; a dict gives the arguments of a strategy."""
+    """Train in every worker; a dict gives the arguments of a strategy."""
     recorder = Recorder()
     if isinstance(strategy, dict):
         strategy = DDPHardThresholdStrategy(**{"bucket_cap_mb": SMALL_BUCKETS_MB} | strategy)
@@ -132,7 +132,7 @@ def test_threshold_zero_equals_stock_ddp_in_every_precision(precision: str) -> N
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**20])
 @on_workers(2, process_group=False)
 def test_statistics_do_not_depend_on_the_loss_scale(scale: float) -> None:
-    """Checks a scale that changes during training; a power of two causes no rounding."""
+    """Check a scale that changes during training; a power of two causes no rounding."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
     scaled, plain = (
         train(Classifier(nesterov), {"threshold": 0.05}, max_steps=6, plugins=plugins)

@@ -98,7 +98,7 @@ def test_each_worker_clips_its_own_gradient() -> None:
 
 
 def _everything(folder: str) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Fits, then tests; returns the weights during both, after the fit and after the test."""
+    """Fit, then test; return the weights during both, after the fit and after the test."""
     seen: dict[str, Any] = {"trained": [], "validated": [], "tested": [], "steps": []}
     observer = LambdaCallback(
         on_train_start=lambda trainer, _: trainer.strategy.state.subscribe(seen["steps"].append),
@@ -230,7 +230,7 @@ class Unfreezes(WithAdam):
 
 
 def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Fits with validations; returns the weights in each validation and after training."""
+    """Fit with validations; return the weights in each validation and after training."""
     seen: list[dict[str, Tensor]] = []
     observer = LambdaCallback(on_validation_batch_start=lambda _, module, *__: seen.append(everything_of(module)))
     model = make()
@@ -435,7 +435,7 @@ def _drifting(**options: Any) -> tuple[nn.Module, SparseModelAverager]:
 
 
 def _saved(**options: Any) -> dict[str, Any]:
-    """Returns the state of a worker after drifts above and below the threshold."""
+    """Return the state of a worker after drifts above and below the threshold."""
     torch.manual_seed(dist.get_rank())
     model, averager = _drifting(**options)
     with torch.no_grad():
@@ -447,7 +447,7 @@ def _saved(**options: Any) -> dict[str, Any]:
 
 
 def _loaded(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], Any, list[str]]:
-    """Returns the weights of a worker after loading, its outer optimizer, and warnings."""
+    """Return the weights of a worker after loading, its outer optimizer, and warnings."""
     model, averager = _drifting(**options)
     messages: list[str] = []
     with warnings_of(messages, "outer"):

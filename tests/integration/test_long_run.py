@@ -119,13 +119,13 @@ class Notes(Callback):
 
 
 def digest(model: nn.Module) -> str:
-    """Returns a hash of all bits of the weights."""
+    """Return a hash of all bits of the weights."""
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
 def train(steps: int, folder: str) -> tuple[list[Mark], float]:
-    """Trains and returns the marks and the total error. Runs in every worker."""
+    """Train and return the marks and the total error. Runs in every worker."""
     rank = int(os.environ["RANK"])
     notes = Notes(steps // MARKS)
     strategy = DDPHardThresholdStrategy(density=0.01, bucket_cap_mb=0.02)
@@ -137,7 +137,7 @@ def train(steps: int, folder: str) -> tuple[list[Mark], float]:
 
 
 def run(steps: int, num_workers: int) -> list[tuple[list[Mark], float]]:
-    """Returns the marks and the total error of every worker."""
+    """Return the marks and the total error of every worker."""
     with tempfile.TemporaryDirectory() as folder:
         return run_workers(train, num_workers, steps, folder, process_group=False, timeout=60 + 0.1 * steps)
 

@@ -25,7 +25,7 @@ OF_LOOPS = [snippet for snippet in SNIPPETS if "DistributedDataParallel(" in sni
 
 
 def side(snippet: str, sign: str) -> str:
-    """Returns the program before (``-``) or after (``+``) the change."""
+    """Return the program before (``-``) or after (``+``) the change."""
     return "\n".join(line[1:] for line in snippet.splitlines() if line[0] in (" ", sign))
 
 
@@ -52,7 +52,7 @@ def test_a_trainer_trains_before_and_after(snippet: str, sign: str) -> None:
 
 
 def run_loop(program: str, with_fabric: bool) -> tuple[str | None, bool]:
-    """Runs a custom loop; returns its hook, and whether both workers have equal weights."""
+    """Run a custom loop; return its hook, and whether both workers have equal weights."""
     model = nn.Linear(8, 3)
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     names: dict[str, Any] = {

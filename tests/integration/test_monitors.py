@@ -196,7 +196,7 @@ def test_rank_0_prints_the_table_without_a_logger(per_layer: bool) -> None:
 
 
 def test_the_table_has_at_most_80_columns_and_shortens_layer_names() -> None:
-    """Uses names of PEFT adapters of a GPT."""
+    """Use names of PEFT adapters of a GPT."""
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
     layers = {name.format(layer): LayerStats(2, 32_768, 2, 1.0) for layer in (0, 31)}
     monitor = DensityMonitor()

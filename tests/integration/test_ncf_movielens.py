@@ -37,7 +37,7 @@ def write_ratings(path, rows, header=HEADER):
 
 
 def some_rows():
-    """Returns ratings of 13 users (ids 5, 10, 20, …), each of ten movies (ids 7, 14, … 910), unsorted by time."""
+    """Return ratings of 13 users (ids 5, 10, 20, …), each of ten movies (ids 7, 14, … 910), unsorted by time."""
     generator = np.random.default_rng(0)
     rated = np.arange(1, 131).reshape(13, 10)
     return [
@@ -470,7 +470,7 @@ class TestFile:
 class TestArchive:
     @pytest.fixture
     def server(self, tmp_path, monkeypatch):
-        """Returns the requests to a server that sends an intact archive."""
+        """Return the requests to a server that sends an intact archive."""
         asked = []
 
         def serve(url, path, *, md5=None):

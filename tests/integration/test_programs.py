@@ -24,7 +24,7 @@ CHUNKS = {name: place // CHUNK for place, name in enumerate(ROWS)}
 
 @pytest.fixture(scope="module")
 def outcomes(rows, tmp_path_factory):
-    """Returns a function that runs the chunk of a row if necessary, and returns its outcomes on both workers."""
+    """Return a function that runs the chunk of a row if necessary, and returns its outcomes on both workers."""
     wanted = [row["name"] for row in rows]
     known: dict[str, list[Outcome] | Exception] = {}
 
@@ -45,7 +45,7 @@ def outcomes(rows, tmp_path_factory):
 
 
 def row_of(name):
-    """Returns a parameter of the test; the first row of each part of the programs is representative."""
+    """Return a parameter of the test; the first row of each part of the programs is representative."""
     marks = [pytest.mark.xdist_group(f"programs {CHUNKS[name]}")]
     return pytest.param(name, marks=[*marks, pytest.mark.representative] if name in FIRST_OF_PARTS else marks)
 
@@ -106,5 +106,5 @@ def assert_sent_sparsely(row, ddp, oracle, sparse):
 
 
 def new_warnings(row, run, ddp):
-    """Returns the warnings of the sparse strategy alone, or only their first quoted names if the row lists names."""
+    """Return the warnings of the sparse strategy alone, or only their first quoted names if the row lists names."""
     return {message.split("'")[1] if row.warns_of else message for message in run.warnings - ddp.warnings}

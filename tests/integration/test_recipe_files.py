@@ -59,7 +59,7 @@ EXAMPLES = sorted(path.relative_to(RECIPES.parent) for path in RECIPES.rglob("*.
 
 @pytest.fixture
 def parsed(capsys, monkeypatch):
-    """Returns a function that parses a recipe on the command line and returns its configuration."""
+    """Return a function that parses a recipe on the command line and returns its configuration."""
 
     def parse(recipe, *overrides):
         monkeypatch.setattr(sys, "argv", ["recipes", "fit", f"--config={recipe}", *overrides, "--print_config"])

@@ -163,7 +163,7 @@ def expect(dataset, md5, patch):
 
 @pytest.fixture(params=[CIFAR10, CIFAR100], ids=["cifar10", "cifar100"])
 def dataset(request, monkeypatch):
-    """Returns a data set; a download fails the test."""
+    """Return a data set; a download fails the test."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("fetched an existing file")
@@ -174,7 +174,7 @@ def dataset(request, monkeypatch):
 
 @pytest.fixture
 def folder(dataset, tmp_path, monkeypatch):
-    """Returns the folder of a small data set."""
+    """Return the folder of a small data set."""
     folder = write_images(dataset, tmp_path)
     expect(dataset, checksums(folder), monkeypatch.setattr)
     return folder
@@ -307,7 +307,7 @@ class TestData:
 class TestUnpack:
     @pytest.fixture
     def archive(self, dataset, folder, monkeypatch):
-        """Returns the archive of the small data set, and removes the folder."""
+        """Return the archive of the small data set, and remove the folder."""
         archive = shutil.make_archive(str(folder.parent / "fetched"), "gztar", folder.parent, folder.name)
         shutil.rmtree(folder)
         return Path(archive)

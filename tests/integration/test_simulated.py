@@ -271,7 +271,7 @@ def persistent() -> DataLoader:
 
 
 def _fit(case: dict[str, Any], num_simulated: int, ckpt_path: str | None) -> dict[str, Any]:
-    """Trains on simulated workers, or on the running processes if ``num_simulated`` is 0."""
+    """Train on simulated workers, or on the running processes if ``num_simulated`` is 0."""
     os.environ["PL_GLOBAL_SEED"] = "3"
     random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
     if case.get("seeds"):
@@ -388,7 +388,7 @@ UP_TO_ROUNDING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UP_TO_ROUNDING)
 def test_results_of_a_norm_agree_up_to_rounding(name: str) -> None:
-    """Processes sum the norm by bucket, and simulated workers have a single bucket."""
+    """Process sum the norm by bucket, and simulated workers have a single bucket."""
     found, expected = simulated(UP_TO_ROUNDING[name]), processes(UP_TO_ROUNDING[name])
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
     thresholds = [step.threshold for step in found["steps"]]

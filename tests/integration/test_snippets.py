@@ -81,7 +81,7 @@ def test_names_and_arguments_are_checked_without_a_run() -> None:
 
 
 def errors_of(folder: str) -> dict[str, str]:
-    """Returns the error of every page, or an empty string. Every worker calls this."""
+    """Return the error of every page, or an empty string. Every worker calls this."""
     errors = {}
     for page in sorted(Path(folder).glob("*.md")):
         try:
@@ -94,7 +94,7 @@ def errors_of(folder: str) -> dict[str, str]:
 
 
 def run_page(path: str) -> None:
-    """Runs every block of a page in order, each in a temporary folder. Every worker calls this."""
+    """Run every block of a page in order, each in a temporary folder. Every worker calls this."""
     text = Path(path).read_text()
     given = provided()
     for block in blocks(text, *LANGUAGES):
@@ -114,7 +114,7 @@ def run_page(path: str) -> None:
 
 
 def provided() -> dict[str, Any]:
-    """Returns the names that every snippet may use."""
+    """Return the names that every snippet may use."""
     torch.manual_seed(0)
     model = Classifier()
     return {
@@ -144,7 +144,7 @@ class SmallTrainer(Trainer):
 
 
 def run(code: str, given: dict[str, Any]) -> None:
-    """Runs a block with the names of earlier blocks, and uses the objects that it makes."""
+    """Run a block with the names of earlier blocks, and use the objects that it makes."""
     known = dict(given)
     SmallTrainer.made.clear()
     tree = ast.parse(code)
@@ -161,7 +161,7 @@ def run(code: str, given: dict[str, Any]) -> None:
 
 
 def use(thing: Any, given: dict[str, Any]) -> None:
-    """Trains with an object of a block, unless it is of another type."""
+    """Train with an object of a block, unless it is of another type."""
     if isinstance(thing, Trainer):
         if thing.strategy.__class__.__module__.startswith("lightning_sparse"):
             if not thing.global_step:
@@ -182,7 +182,7 @@ def use(thing: Any, given: dict[str, Any]) -> None:
 
 
 def trainer_of(code: str) -> Trainer:
-    """Returns the Trainer that LightningCLI builds from a configuration."""
+    """Return the Trainer that LightningCLI builds from a configuration."""
     options = yaml.safe_load(code)
     assert "trainer" in options, list(options)
     fixed = {"accelerator": "cpu", "devices": 2, "max_steps": STEPS, "max_epochs": -1}
@@ -192,7 +192,7 @@ def trainer_of(code: str) -> Trainer:
 
 
 def check_names(code: str) -> None:
-    """Checks names and arguments of the package in a snippet without running it."""
+    """Check names and arguments of the package in a snippet without running it."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and node.module == "lightning_sparse":
             for alias in node.names:
@@ -206,7 +206,7 @@ def check_names(code: str) -> None:
 
 
 def check_call(function: Any, call: ast.Call) -> None:
-    """Raises TypeError for invalid arguments; strategies also accept those of Lightning and DDP."""
+    """Raise TypeError for invalid arguments; strategies also accept those of Lightning and DDP."""
     named = [keyword.arg for keyword in call.keywords if keyword.arg]
     inspect.signature(function).bind(*call.args, **dict.fromkeys(named))
     if inspect.isclass(function) and issubclass(function, Strategy):

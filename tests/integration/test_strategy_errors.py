@@ -248,7 +248,7 @@ OF_LIGHTNING = [name for name, entry in StrategyRegistry.items() if entry["strat
 @pytest.mark.parametrize("name", OF_LIGHTNING)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_registers_every_ddp_name_of_lightning(family: str, name: str) -> None:
-    """Checks the same properties as Lightning's own ``test_ddp_kwargs_from_registry``."""
+    """Check the same properties as Lightning's own ``test_ddp_kwargs_from_registry``."""
     form = name.removeprefix("ddp")
     names = f"ddp_{family}{form}", name, f"local_{family}{form}"
     own, lightnings, local = map(StrategyRegistry.get, names)

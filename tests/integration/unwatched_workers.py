@@ -29,7 +29,7 @@ class Workers:
         self.processes: list[Any] = []
 
     def wait(self, ranks: Iterator[int] | list[int]) -> float:
-        """Returns the seconds until all of these processes ended on their own."""
+        """Return the seconds until all of these processes ended on their own."""
         started = time.monotonic()
         for rank in ranks:
             self.processes[rank].join(max(0.0, started + HANG - time.monotonic()))
@@ -37,7 +37,7 @@ class Workers:
         return time.monotonic() - started
 
     def wait_for(self, rank: int, condition: Callable[[], bool], what: str) -> None:
-        """Waits for a condition that a worker causes."""
+        """Wait for a condition that a worker causes."""
         deadline = time.monotonic() + HANG
         was_alive = True  # at the last check of the condition
         while not condition():
@@ -53,7 +53,7 @@ class Workers:
 
 @contextlib.contextmanager
 def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Workers]:
-    """Starts ``function(*args)`` in every worker; kills remaining workers at the end."""
+    """Start ``function(*args)`` in every worker; kill remaining workers at the end."""
     started = Workers(folder)
     context = multiprocessing.get_context("forkserver")  # prepared by tests.workers
     with reserved_port() as port:
@@ -96,7 +96,7 @@ def _work(rank: int, num_workers: int, port: int, folder: str, function: Callabl
 
 @contextlib.contextmanager
 def scripts(command: list[str], folder: Path, environment: Mapping[str, str]) -> Iterator[list[Any]]:
-    """Runs a command as each of two workers, with ``output of RANK`` in the folder; kills remaining workers."""
+    """Run a command as each of two workers, with ``output of RANK`` in the folder; kill remaining workers."""
     processes = []
     with reserved_port() as port:
         try:
@@ -113,14 +113,14 @@ def scripts(command: list[str], folder: Path, environment: Mapping[str, str]) ->
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns variables for a script that imports this project, without those of an enclosing run."""
+    """Return variables for a script that imports this project, without those of an enclosing run."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
     path = os.pathsep.join([str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
 def printed_by(command: list[str], folder: Path = PROJECT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command that starts its workers itself, and must succeed."""
+    """Run a command that starts its workers itself, and must succeed."""
     options = {"cwd": folder, "env": environment(**variables), "capture_output": True, "text": True, "timeout": 200}
     done = subprocess.run(command, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -128,7 +128,7 @@ def printed_by(command: list[str], folder: Path = PROJECT, **variables: str) -> 
 
 
 def is_running(process_id: int) -> bool:
-    """Returns whether a process is alive, by its file in /proc."""
+    """Return whether a process is alive, by its file in /proc."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):  # may disappear during the read

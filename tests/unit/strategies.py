@@ -22,7 +22,7 @@ EDGE_THRESHOLDS = (0.0, -0.0, 0.5, 3.0)
 
 
 def edge_values():
-    """Returns float32 values of p: more than a group of 64, and not a multiple of a vector."""
+    """Return float32 values of p: more than a group of 64, and not a multiple of a vector."""
     values = torch.tensor(MAGNITUDES)
     return torch.cat([values, -values, values, -values, values])
 
@@ -61,7 +61,7 @@ thresholds = st.one_of(st.sampled_from([0.0, 0.1, 1.0, 1e300]), st.floats(0, 20)
 
 
 def packed(payload_format, selection):
-    """Returns a payload just large enough, on the selection's device."""
+    """Return a payload just large enough, on the selection's device."""
     num_bytes = payload_format.payload_bytes(selection.indices.numel())
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=selection.indices.device)
     payload_format.fill(payload, selection)
@@ -69,7 +69,7 @@ def packed(payload_format, selection):
 
 
 def selections(size, counts, dtype=torch.float32, wire=Wire(torch.float32), seed=0):  # noqa: B008  (immutable)
-    """Returns the selection of each worker: so many coordinates, many in common, with special values."""
+    """Return the selection of each worker: so many coordinates, many in common, with special values."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randperm(size, generator=generator)
     found = []
@@ -103,7 +103,7 @@ class Shipment:
             self.payload = torch.full((self.format.payload_bytes(capacity),), 77, dtype=torch.uint8)
 
     def sent(self, count):
-        """Returns the sent values, a payload's rest included, with zeros between."""
+        """Return the sent values, a payload's rest included, with zeros between."""
         if self.payload is None:
             return self.out.clone()
         room = self.format.capacity(self.payload.numel())

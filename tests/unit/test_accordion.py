@@ -73,7 +73,7 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_norms(norms: list[float | None], rates: list[float] | None = None, **options: Any) -> list[float]:
-    """Returns the density of each epoch if the sums of epochs have these norms; None is an epoch without steps."""
+    """Return the density of each epoch if the sums of epochs have these norms; None is an epoch without steps."""
     sparsifier, found = Accordion(0.1, 0.5, **{"interval": 1} | options), []
     for epoch, norm in enumerate(norms):
         sparsifier.begin_epoch(epoch, [0.3, (rates or [0.1] * len(norms))[epoch]])
@@ -107,7 +107,7 @@ def test_a_layer_is_critical_while_its_norm_or_the_learning_rate_changes(norms, 
 
 
 def after(averages):
-    """Returns a sparsifier that saw these averages in its first epoch, the last of them in the current step."""
+    """Return a sparsifier that saw these averages in its first epoch, the last of them in the current step."""
     sparsifier = Accordion(0.1, 0.5, interval=1)
     sparsifier.begin_epoch(0, [0.1])
     for step, average in enumerate(averages):

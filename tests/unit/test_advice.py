@@ -30,7 +30,7 @@ def _says_everything() -> Iterator[None]:
 
 
 def step(selected: float, *, error: float = 1.0, dense: float = 0.0, layers: Any = None, calibrates: bool = False):
-    """Returns the statistics of an exchange in which each worker sent so many of 1,000 coordinates."""
+    """Return the statistics of an exchange in which each worker sent so many of 1,000 coordinates."""
     return StepStats(
         0, WORKERS, ELEMENTS, int(selected * WORKERS), error, 1.0, 0, 1, 1,
         threshold=1.0,
@@ -242,7 +242,7 @@ def test_a_message_has_at_most_120_characters_and_a_link():
 
 
 def _optimizer(name: str, **defaults: Any) -> torch.optim.Optimizer:
-    """Returns an optimizer of this name that has these hyperparameters and does nothing."""
+    """Return an optimizer of this name that has these hyperparameters and does nothing."""
     make = type(name, (torch.optim.Optimizer,), {})
     return make([torch.nn.Parameter(torch.ones(1))], {"lr": 0.1, **defaults})
 

@@ -16,14 +16,14 @@ CALIBRATION_STEPS = 50
 
 
 def corrected(control, threshold, density, *, is_all=False):
-    """Returns the next λ after a step in which the residual has changed."""
+    """Return the next λ after a step in which the residual has changed."""
     squared_error = 0.0 if is_all else abs(control.squared_error) + 1
     stats = LayerStats(1, 1000, round(1000 * density), squared_error)
     return control.corrected(threshold, stats, pace_of(control.density))
 
 
 def walk(threshold, increments, control=None):
-    """Returns the density of each exchange; λ stays constant without a control."""
+    """Return the density of each exchange; λ stays constant without a control."""
     residuals, densities = 0.0, []
     for increment in increments:
         residuals = residuals + increment

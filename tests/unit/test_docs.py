@@ -112,7 +112,7 @@ def test_is_public_rejects_other_names() -> None:
 
 
 def docstrings(tree: ast.AST, owner: str | None = None):
-    """Yields every string that is a statement, with the class around it."""
+    """Yield every string that is a statement, with the class around it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value, owner

@@ -28,7 +28,7 @@ KINDS = [*((FLOAT, wire) for wire in (*WIRES, Wire(torch.int8, 0.25))), (DOUBLE,
 
 
 def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, divides_by="n"):
-    """Decodes on the device and compares the result with a loop over payloads."""
+    """Decode on the device and compare the result with a loop over payloads."""
     payload_format = PayloadFormat(size, wire, header_fields)
     capacity = max(selection.indices.numel() for selection in chosen) + 1 if capacity is None else capacity
     capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP

@@ -42,19 +42,19 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 def on_device(test):
-    """Marks a test that launches kernels."""
+    """Mark a test that launches kernels."""
     return test if INTERPRETED else pytest.mark.cuda(test)
 
 
 def same_bits(actual, expected):
-    """Asserts equality of bits, so that -0.0 differs from 0.0, but any NaN equals any NaN."""
+    """Assert equality of bits, so that -0.0 differs from 0.0, but any NaN equals any NaN."""
     actual = actual.cpu()
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(*(torch.where(part.isnan(), 0, part).signbit() for part in (actual, expected)))
 
 
 def guarded(tensor, dtype=None, offset=0):
-    """Returns a copy on the device, or so many sentinels of a dtype; sentinels around it reveal an overrun."""
+    """Return a copy on the device, or so many sentinels of a dtype; sentinels around it reveal an overrun."""
     size = tensor if isinstance(tensor, int) else tensor.numel()
     whole = torch.full((offset + size + 64,), SENTINEL, dtype=dtype or tensor.dtype, device=DEVICE)
     part = whole[offset : offset + size]
@@ -69,7 +69,7 @@ def check_guards(*tensors):
 
 
 def take_out(residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=(), **into):
-    """Takes out of a bucket the values for a shipment with the attributes ``into``."""
+    """Take out of a bucket the values for a shipment with the attributes ``into``."""
     layout = LayerLayout(("all",), (gradient.numel(),))
     flat = FlatBucket(0, layout, gradient, residual, is_last=True, loss_scale=loss_scale)
     form = SimpleNamespace(wire=wire, parts=lambda payload: payload)
@@ -114,7 +114,7 @@ def header_of(layers=0):
 
 
 def check_step(expected, memory, gradient, runs, wire, scale=None, *, places=((), ()), **into):
-    """Takes values out of a bucket and checks the header; ``places`` are the boundaries of layers and slices."""
+    """Take values out of a bucket and check the header; ``places`` are the boundaries of layers and slices."""
     numbers = [max(len(some) - 1, 0) for some in places]
     header = header_of(numbers[0])
     take_out(
@@ -141,7 +141,7 @@ def check_step(expected, memory, gradient, runs, wire, scale=None, *, places=(()
 
 
 def check_select(residual, gradient, runs, wire=AS_IT_IS, scale=None, capacity=None, clears=False, offset=0, **options):
-    """Fills a payload from copies, compares everything it writes and returns the expectation."""
+    """Fill a payload from copies, compare everything it writes and return the expectation."""
     expected = expect(residual, gradient, runs, wire, scale)
     indices = expected.selected.nonzero().flatten()
     capacity = indices.numel() + 3 if capacity is None else capacity
@@ -182,7 +182,7 @@ def check_mask(residual, gradient, runs, wire=AS_IT_IS, scale=None, out=None, di
 
 
 def bucket(size, gradient_dtype=FLOAT, residual_dtype=FLOAT, seed=0):
-    """Returns residual and gradient, whose sum has a standard deviation of about 1, with some special values."""
+    """Return residual and gradient, whose sum has a standard deviation of about 1, with some special values."""
     generator = torch.Generator().manual_seed(seed)
     residual = (torch.randn(size, generator=generator) * 0.8).to(residual_dtype)
     gradient = (torch.randn(size, generator=generator) * 0.6).to(gradient_dtype)

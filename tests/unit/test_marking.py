@@ -33,7 +33,7 @@ WIRES = (
 
 
 def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS[0]):
-    """Returns the sent values as a dense tensor, the residual and the header."""
+    """Return the sent values as a dense tensor, the residual and the header."""
     residual = torch.zeros(layout.num_elements)
     shipment = Shipment(wire, capacity, torch.full_like(residual, 7.0))
     extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_rest=True)

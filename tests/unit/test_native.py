@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def outcome(has_native, monkeypatch, layout, residual, gradient, options):
-    """Returns the sent values, the residual, the header and the gradient's memory of a bucket."""
+    """Return the sent values, the residual, the header and the gradient's memory of a bucket."""
     monkeypatch.setattr(extraction, "is_native", native.is_native if has_native else lambda *_, **__: False)
     wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_rest, overshoot = options
     sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds, overshoot=overshoot)
@@ -164,7 +164,7 @@ PARTS = st.lists(st.sampled_from([1, 3, 64, 65, 4096, 65_600]), min_size=1, max_
 @settings(max_examples=100)
 @given(sizes=PARTS, data=st.data())
 def test_native_functions_take_values_out_of_weights(sizes, data):
-    """Compares with tensor operations on the drift. Weights change only where they are sent."""
+    """Compare with tensor operations on the drift. Weights change only where they are sent."""
     layout = LayerLayout(tuple(f"l{place}" for place in range(len(sizes))), tuple(sizes))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     anchor, weights = (torch.randn(layout.num_elements, generator=generator) * 0.2 for _ in range(2))
@@ -218,7 +218,7 @@ def test_other_dtypes_use_tensor_operations():
 
 
 def compile_once(command, *, run=subprocess.run, made={}, **options):  # noqa: B006  (a memory)
-    """Runs a compiler, or reuses the output of an equal command in this process."""
+    """Run a compiler, or reuses the output of an equal command in this process."""
     if "-o" not in command:
         return run(command, **options)
     place = command.index("-o") + 1
@@ -234,7 +234,7 @@ def compile_once(command, *, run=subprocess.run, made={}, **options):  # noqa: B
 
 @pytest.fixture
 def again(monkeypatch, tmp_path):
-    """Loads the functions anew with these environment variables and an empty cache."""
+    """Load the functions anew with these environment variables and an empty cache."""
     monkeypatch.setattr(subprocess, "run", compile_once)
 
     def ask(**environment):
@@ -250,7 +250,7 @@ def again(monkeypatch, tmp_path):
 
 
 def compiler(folder, script):
-    """Returns a compiler that runs a shell script; ``$made`` is its output path."""
+    """Return a compiler that runs a shell script; ``$made`` is its output path."""
     path = folder / "compiler with spaces"
     path.write_text(f'#!/bin/sh\nfor argument; do [ "$last" = -o ] && made=$argument; last=$argument; done\n{script}\n')
     path.chmod(0o755)

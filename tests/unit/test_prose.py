@@ -47,7 +47,7 @@ FORBIDDEN = (
 
 
 def paragraphs(text: str) -> list[str]:
-    """Returns the paragraphs and list items of a page without code, tables, headings and comments."""
+    """Return the paragraphs and list items of a page without code, tables, headings and comments."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     found: list[list[str]] = [[]]
@@ -62,14 +62,14 @@ def paragraphs(text: str) -> list[str]:
 
 
 def sentences(paragraph: str) -> list[str]:
-    """Returns the sentences of a paragraph; code and targets of links count as one word."""
+    """Return the sentences of a paragraph; code and targets of links count as one word."""
     plain = re.sub(r"\]\([^)]*\)", "]", paragraph)
     plain = re.sub(r"`+[^`]+`+", "code", plain)
     return re.split(r"(?<=[.!?:])[)*_]*\s+(?=[*_(\[]*[A-Z0-9Σλ‖c])", plain)
 
 
 def problems(sentence: str) -> list[str]:
-    """Returns the rules that a sentence breaks."""
+    """Return the rules that a sentence breaks."""
     words = [word for word in sentence.split() if re.search(r"[^\W\d_]", word)]
     # A value with its spread counts as a single number, as does a date.
     values = re.sub(r" ± [\d.]+|(?<=\d) (?:\w+ 20\d\d)", "", sentence)
@@ -81,7 +81,7 @@ def problems(sentence: str) -> list[str]:
 
 
 def refused(paragraph: str) -> list[tuple[str, list[str]]]:
-    """Returns the sentences of a paragraph that have problems."""
+    """Return the sentences of a paragraph that have problems."""
     return [(sentence, found) for sentence in sentences(paragraph) if (found := problems(sentence))]
 
 
@@ -107,7 +107,7 @@ def test_a_page_is_no_longer_than_planned(page: Path) -> None:
 
 
 def docstring_paragraphs(text: str) -> Iterator[str]:
-    """Yields the paragraphs of a docstring, and each argument's text, without examples."""
+    """Yield the paragraphs of a docstring, and each argument's text, without examples."""
     text = re.sub(r"::\n(?:\n|    .*\n?)+", ".\n\n", text)
     text = re.sub(r"^(?:Args|Attributes|Raises|Returns|Yields):$", "", text, flags=re.MULTILINE)
     text = re.sub(r"^    (?=\S)", "- ", text, flags=re.MULTILINE)  # an argument

@@ -15,7 +15,7 @@ def step(*, dense: bool, is_calibration: bool = True) -> StepStats:
 
 
 def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before: int | None = None) -> StepTimes:
-    """Returns the times of steps of these lengths, after a first step."""
+    """Return the times of steps of these lengths, after a first step."""
     now, times = [0.0], StepTimes()
     monkeypatch.setattr(step_times, "perf_counter", lambda: now[0])
     times.add(step(dense=True), 0.0)

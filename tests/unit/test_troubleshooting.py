@@ -16,7 +16,7 @@ GAP = "\0"
 
 
 def messages_of(page: str) -> list[tuple[str, str]]:
-    """Returns the sections and the messages that head their entries: `message` or `` message with `words` ``."""
+    """Return the sections and the messages that head their entries: `message` or `` message with `words` ``."""
     found, section = [], ""
     for line in page.splitlines():
         if line.startswith("## "):
@@ -27,7 +27,7 @@ def messages_of(page: str) -> list[tuple[str, str]]:
 
 
 def texts_of(node: ast.AST) -> str | None:
-    """Returns the string that a node builds, with gaps for its values, or None if it is no string."""
+    """Return the string that a node builds, with gaps for its values, or None if it is no string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -39,7 +39,7 @@ def texts_of(node: ast.AST) -> str | None:
 
 @cache
 def strings_of(package: Path) -> list[str]:
-    """Returns all strings in the sources of a package; a concatenation or f-string is a single string."""
+    """Return all strings in the sources of a package; a concatenation or f-string is a single string."""
     files = package.rglob("*.py")
     return [text for path in files for node in ast.walk(ast.parse(path.read_text())) if (text := texts_of(node))]
 
@@ -55,7 +55,7 @@ WITHOUT_ENTRY = {
 
 
 def told_by(package: Path) -> list[str]:
-    """Returns the messages of a package's errors and warnings, with `…` for each value."""
+    """Return the messages of a package's errors and warnings, with `…` for each value."""
     nodes = [node for path in package.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     calls = [(node, node.func) for node in nodes if isinstance(node, ast.Call)]
     named = [call for call, of in calls if getattr(of, "id", getattr(of, "attr", "")) in MESSENGERS]
@@ -64,7 +64,7 @@ def told_by(package: Path) -> list[str]:
 
 
 def occurs(message: str, strings: list[str]) -> bool:
-    """Returns whether a string has the parts of a message in order, with a gap for each `…`."""
+    """Return whether a string has the parts of a message in order, with a gap for each `…`."""
     parts = [part for part in message.split("…") if part.strip()]
     # Beside a gap there may be words that other messages of the same kind lack.
     pattern = re.compile(f".*{GAP}.*".join(re.escape(part.strip(" ")) for part in parts), re.DOTALL)

@@ -105,23 +105,23 @@ class Case:
         return dtypes.pop() if len(dtypes) == 1 else "mixed"
 
     def backwards(self, step: int) -> range:
-        """Returns the backwards of a step; the last exchanges. A static graph cannot accumulate in its first step."""
+        """Return the backwards of a step; the last exchanges. A static graph cannot accumulate in its first step."""
         is_first = step == 0 or any(at == step - 1 for at, _, _ in self.resumes)
         is_single = self.unused == "static" and is_first
         return range(self.micro_steps - 1 if is_single else 0, self.micro_steps)
 
     def uses(self, step: int, micro: int, worker: int, layer: int) -> bool:
-        """Returns whether a backward of a worker reaches a layer."""
+        """Return whether a backward of a worker reaches a layer."""
         if self.skips_late and micro < self.micro_steps - 1:
             return True
         return not {(step, worker, layer), (-1, worker, layer)} & set(self.skips)
 
     def is_used(self, step: int, worker: int, layer: int) -> bool:
-        """Returns whether any backward of a worker in a step reaches a layer."""
+        """Return whether any backward of a worker in a step reaches a layer."""
         return any(self.uses(step, micro, worker, layer) for micro in self.backwards(step))
 
     def is_zeroed(self, step: int, worker: int, layer: int) -> bool:
-        """Returns whether a worker clears the gradient of a layer before a step."""
+        """Return whether a worker clears the gradient of a layer before a step."""
         if step in self.discards:
             return True
         if step and self.keeps and not self.attempts[step - 1][layer % 2]:
@@ -139,14 +139,14 @@ class Draw:
         return self._random.random() < probability
 
     def whole(self, low: int, high: int) -> int:
-        """Draws from low to high inclusive."""
+        """Draw from low to high inclusive."""
         return low + int(self._random.random() * (high - low + 1))
 
     def one_of(self, options: Sequence[Any]) -> Any:
         return options[self.whole(0, len(options) - 1)]
 
     def number(self, lowest_exponent: int, highest_exponent: int) -> float:
-        """Draws in [0.5, 1) times a power of two; in half of all cases with few enough bits for bfloat16."""
+        """Draw in [0.5, 1) times a power of two; in half of all cases with few enough bits for bfloat16."""
         mantissa = 0.5 + self._random.random() / 2
         if self.chance(0.5):
             mantissa = int(mantissa * 128) / 128
@@ -154,7 +154,7 @@ class Draw:
 
 
 def draw_case(seed: int) -> Case:
-    """Returns the case of a seed, which never changes on any machine."""
+    """Return the case of a seed, which never changes on any machine."""
     draw = Draw(seed)
     num_workers = draw.one_of((1, 2, 2, 3, 3, 4, 4))
     steps = draw.whole(4, 12)
@@ -299,7 +299,7 @@ def _draw_rates(draw: Draw, steps: int) -> tuple[tuple[float, float], ...]:
 
 
 def gradient_of(case: Case, step: int, micro: int, worker: int, index: int) -> Tensor:
-    """Returns the unscaled gradient of a layer in a backward of a worker, equal in every process."""
+    """Return the unscaled gradient of a layer in a backward of a worker, equal in every process."""
     layer = case.layers[index]
     dtype = DTYPES[layer.dtype]
     if (step, worker) in case.silent:
@@ -323,7 +323,7 @@ def gradient_of(case: Case, step: int, micro: int, worker: int, index: int) -> T
 
 
 def own_threshold(case: Case, name: str) -> float | None:
-    """Returns the fixed λ of a layer, or None."""
+    """Return the fixed λ of a layer, or None."""
     for pattern, threshold in case.layer_thresholds:
         if fnmatchcase(name, pattern):
             return threshold

@@ -34,11 +34,11 @@ class Checker:
         self.note_shared()
 
     def note_shared(self) -> None:
-        """Remembers the shared state of the last optimizer step, which a checkpoint contains."""
+        """Remember the shared state of the last optimizer step, which a checkpoint contains."""
         self.shared = (self.exchanges, list(self.simulation.measured), self.simulation.threshold)
 
     def resume(self) -> None:
-        """Restores the saved state."""
+        """Restore the saved state."""
         self.exchanges, measured, self.simulation.threshold = self.shared
         self.simulation.measured = list(measured)
         self.simulation.lose_open()
@@ -52,7 +52,7 @@ class Checker:
         stats: StepStats,
         threshold_after: float | None,
     ) -> None:
-        """Raises a Difference unless the step equals the simulation.
+        """Raise a Difference unless the step equals the simulation.
 
         Args:
             step: its number.
@@ -110,7 +110,7 @@ class Checker:
         )
 
     def check_discarded(self, step: int, scale: float | None, threshold_after: float | None) -> None:
-        """Raises a Difference if calibration differs after a backward with dropped gradients."""
+        """Raise a Difference if calibration differs after a backward with dropped gradients."""
         squared_gradient_norm = self.simulation.discard(step, scale)
         self._check_calibration(step, squared_gradient_norm, threshold_after)
         self.exchanges += 1
@@ -119,7 +119,7 @@ class Checker:
     def check_settled(
         self, step: int, has_stepped: tuple[bool, bool], residuals: list[dict[str, Tensor]], what: str = "settled"
     ) -> None:
-        """Raises a Difference unless the settled residuals equal the simulation.
+        """Raise a Difference unless the settled residuals equal the simulation.
 
         Args:
             step: its number.
@@ -138,7 +138,7 @@ class Checker:
         self.seen["steps in which an optimizer made none"] += not all(has_stepped)
 
     def _check_untouched(self, step: int, index: int, gradient: Tensor | None) -> None:
-        """Raises a Difference if the gradient of a layer that no worker used has changed."""
+        """Raise a Difference if the gradient of a layer that no worker used has changed."""
         name = self.case.layers[index].name
         had = None if self.case.is_zeroed(step, 0, index) else self.simulation.stale.get(name)
         actual, expected = ((torch.zeros(1) if value is None else value).double() for value in (gradient, had))
@@ -154,7 +154,7 @@ class Checker:
         gradient: Tensor,
         scale: float | None,
     ) -> None:
-        """Checks e + g/S = out + e', summed over the workers, with their real residuals."""
+        """Check e + g/S = out + e', summed over the workers, with their real residuals."""
         layer, n = self.case.layers[index], self.case.num_workers
         sent = [term.compensated.double() - actual.double() for term, actual in zip(workers, residuals, strict=True)]
         average = sum(sent[1:], sent[0]) / n
@@ -299,7 +299,7 @@ class Checker:
 
 
 def sum_rounding(sent: list[Tensor], n: int, layer: Layer) -> Tensor:
-    """Returns the largest difference between two ways to compute (1/n) Σ_i out_i.
+    """Return the largest difference between two ways to compute (1/n) Σ_i out_i.
 
     Each has at most n − 1 additions and n divisions, and each of those is off by eps/2 of at most Σ_i |out_i|.
     """
@@ -308,7 +308,7 @@ def sum_rounding(sent: list[Tensor], n: int, layer: Layer) -> Tensor:
 
 
 def require_close(where: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
-    """Raises a Difference that names the first coordinate that is off by more than the tolerance, 0 for equality."""
+    """Raise a Difference that names the first coordinate that is off by more than the tolerance, 0 for equality."""
     is_same = (actual == expected) | (actual.isnan() & expected.isnan())
     is_near = (actual.double() - expected.double()).abs() <= tolerance
     wrong = (~(is_same | is_near)).nonzero().flatten()

@@ -30,7 +30,7 @@ def failure_message(case: Case, what: str) -> str:
 
 
 def run_cases(seeds: Sequence[int], seconds: float = CASE_SECONDS) -> Iterator[Outcome]:
-    """Yields the outcome of each case. A crash or a timeout fails only its case."""
+    """Yield the outcome of each case. A crash or a timeout fails only its case."""
     for case in map(draw_case, seeds):
         started = time.monotonic()
         try:

@@ -72,7 +72,7 @@ class Simulation:
     def step(
         self, step: int, scale: float | None, actual: list[dict[str, Tensor]]
     ) -> tuple[list[dict[str, Sent]], float]:
-        """Returns the sent values of every worker by name, and (1/n) Σ_i ‖g_i‖².
+        """Return the sent values of every worker by name, and (1/n) Σ_i ‖g_i‖².
 
         Args:
             step: its number.
@@ -114,7 +114,7 @@ class Simulation:
         return (self.threshold or 0.0) if own is None else own
 
     def discard(self, step: int, scale: float | None) -> float:
-        """Simulates a backward with dropped gradients, which changes only the calibration.
+        """Simulate a backward with dropped gradients, which changes only the calibration.
 
         Returns:
             (1/n) Σ_i ‖g_i‖².
@@ -134,13 +134,13 @@ class Simulation:
         return sum(norms) / self.case.num_workers
 
     def lose_open(self) -> None:
-        """Drops gradients and the open changes of residuals."""
+        """Drop gradients and the open changes of residuals."""
         for pending in (*self._open, *self._open_rates):
             pending.clear()
         self.stale = {}
 
     def end_backward(self) -> None:
-        """Marks the residuals of reached layers as open until an optimizer step."""
+        """Mark the residuals of reached layers as open until an optimizer step."""
         for worker, latest in enumerate(self.latest):
             for name, residual in latest.items():
                 if name in self._reached[worker] or name in self._open[worker]:
@@ -151,7 +151,7 @@ class Simulation:
                         self._rates[worker][name] = self._open_rates[worker].pop(name)
 
     def settle(self, has_stepped: tuple[bool, bool]) -> None:
-        """Settles open residuals of even and odd layers whose optimizer has stepped."""
+        """Settle open residuals of even and odd layers whose optimizer has stepped."""
         for index, layer in enumerate(self.case.layers):
             if not has_stepped[index % 2]:
                 continue
@@ -181,7 +181,7 @@ class Simulation:
         return ratios
 
     def _gradients(self, step: int, worker: int, scale: float | None) -> dict[str, Tensor]:
-        """Returns the gradients that DDP exchanges: sums of S · g over backwards, plus stale gradients."""
+        """Return the gradients that DDP exchanges: sums of S · g over backwards, plus stale gradients."""
         gradients: dict[str, Tensor] = {}
         for index, layer in enumerate(self.case.layers):
             stale = self.stale.get(layer.name)
@@ -194,7 +194,7 @@ class Simulation:
         return gradients
 
     def old_gradient(self, step: int, index: int) -> Tensor | None:
-        """Returns the mean of stale gradients of workers that skip a layer which others use, or None."""
+        """Return the mean of stale gradients of workers that skip a layer which others use, or None."""
         layer, n = self.case.layers[index], self.case.num_workers
         stale = self.stale.get(layer.name)
         is_used = [self.case.is_used(step, worker, index) for worker in range(n)]
@@ -214,7 +214,7 @@ class Simulation:
         return gradients
 
     def _clip(self, gradients: dict[str, Tensor], scale: float | None) -> float:
-        """Clips in place; returns the relative error, because a norm depends on the order of summation."""
+        """Clip in place; return the relative error, because a norm depends on the order of summation."""
         if self.case.local_clip_norm is None:
             return 0.0
         norm = math.sqrt(sum(squared(gradient) for gradient in gradients.values())) / (scale or 1.0)
@@ -276,7 +276,7 @@ def squared(values: Tensor) -> float:
 def _compensate(
     layer: Layer, error: Tensor, gradient: Tensor | None, scale: float | None, precision: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns p and its error bound."""
+    """Return p and its error bound."""
     if gradient is None:
         return error, torch.zeros_like(error)
     g = gradient.to(error.dtype)
@@ -290,7 +290,7 @@ def _compensate(
 
 
 def squared_slack(result: Sent, case: Case) -> float:
-    """Returns the error bound of ‖e'‖²: |‖e + δ‖² − ‖e‖²| <= 2 ‖e‖ ‖δ‖ + ‖δ‖²."""
+    """Return the error bound of ‖e'‖²: |‖e + δ‖² − ‖e‖²| <= 2 ‖e‖ ‖δ‖ + ‖δ‖²."""
     if case.error_feedback == "none":
         return 0.0
     off = torch.where(result.rounding > 0, result.rounding + result.quantum, 0.0)
@@ -303,17 +303,17 @@ def error_dtype(layer: Layer) -> torch.dtype:
 
 
 def precision_of(case: Case) -> float:
-    """Returns the relative error of squared norms: sums of 1,024 float32 squares, or of float64."""
+    """Return the relative error of squared norms: sums of 1,024 float32 squares, or of float64."""
     return 1e-12 if case.dtype == "float64" else 1e-5
 
 
 def float8_scale(threshold: float) -> float:
-    """Returns 64 times the largest power of two up to λ."""
+    """Return 64 times the largest power of two up to λ."""
     return 64 * 2.0 ** math.floor(math.log2(threshold))
 
 
 def round_values(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
-    """Returns the values after the wire; finite values stay finite."""
+    """Return the values after the wire; finite values stay finite."""
     if value_dtype == "float8" and threshold:
         rounded = through_float8(values, float8_scale(threshold)).to(values.dtype)
         return torch.where(values.isfinite(), rounded, torch.nan)
@@ -325,7 +325,7 @@ def round_values(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
 
 
 def wire_quantum(values: Tensor, value_dtype: str, threshold: float) -> Tensor:
-    """Returns the largest difference of two nearby values after rounding."""
+    """Return the largest difference of two nearby values after rounding."""
     if value_dtype == "float8" and threshold:
         scale = float8_scale(threshold)
         return (values.abs().clamp(max=448 * scale) / 8 + scale / 512).nan_to_num(0.0)

@@ -110,17 +110,17 @@ class Training:
         return getattr(self.state.sparsifier, "threshold", None)
 
     def scale(self) -> float | None:
-        """Returns S, or None without a scaler."""
+        """Return S, or None without a scaler."""
         return None if self.scaler is None else self.scaler.get_scale()
 
     def discard(self, step: int) -> None:
-        """Runs a backward without an optimizer step and drops all gradients."""
+        """Run a backward without an optimizer step and drop all gradients."""
         self._zero(lambda index: True)
         self._set_rates(step)
         self._backward(step, DISCARDED)
 
     def resume(self, saved: dict[str, Any], bucket_cap_mb: float) -> None:
-        """Resumes from a state in a new DDP module."""
+        """Resume from a state in a new DDP module."""
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         self.state.close()
         self._start(bucket_cap_mb)
@@ -130,7 +130,7 @@ class Training:
         self.state.load_state_dict(saved)
 
     def step(self, step: int) -> "Step":
-        """Runs the backwards and the optimizers of a step."""
+        """Run the backwards and the optimizers of a step."""
         case = self.case
         self._set_rates(step)
         self._zero(lambda index: case.is_zeroed(step, self.worker, index))
@@ -198,7 +198,7 @@ class Training:
         return torch.cat([residuals[layer.name].double() for layer in self.case.layers])
 
     def checksums(self, gradients: dict[str, Tensor | None]) -> list[tuple[str, int]]:
-        """Returns checksums that must agree on all workers."""
+        """Return checksums that must agree on all workers."""
         tensors = {f"gradient of {name}": gradient for name, gradient in gradients.items() if gradient is not None}
         tensors |= {f"weights of {name}": p.detach() for name, p in self.parameters.items()}
         sums = [(name, zlib.crc32(bits_of(tensor).numpy().tobytes())) for name, tensor in tensors.items()]
@@ -206,20 +206,20 @@ class Training:
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """Returns the bits as integers; all NaNs have the same bits."""
+    """Return the bits as integers; all NaNs have the same bits."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return values.nan_to_num(123.0, math.inf, -math.inf).view(integers[values.itemsize])
 
 
 def run_seed(seed: int) -> tuple[str | None, Counter[str]]:
-    """Runs the case of a seed as a worker; see ``run_case``."""
+    """Run the case of a seed as a worker; see ``run_case``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return run_case(draw_case(seed))
 
 
 def run_case(case: Case) -> tuple[str | None, Counter[str]]:
-    """Runs a case as a worker of a process group. Collective.
+    """Run a case as a worker of a process group. Collective.
 
     Returns:
         The first difference or None, equal on every worker; and, on rank 0, how many steps had each feature. Other
@@ -237,7 +237,7 @@ def run_case(case: Case) -> tuple[str | None, Counter[str]]:
 
 
 def _run_step(step: int, training: Training, checker: Checker) -> str | None:
-    """Runs a step as a worker; returns the difference or None, equal on every worker. Collective."""
+    """Run a step as a worker; return the difference or None, equal on every worker. Collective."""
     case = training.case
     after_discard = None
     if step in case.discards:

@@ -146,7 +146,7 @@ def private_and_trained(runs: list[Run]) -> None:
 
 @cache
 def complex_is_missing() -> str | None:
-    """Returns why complex numbers are missing: Gloo sends them since torch's pull request 156633 (September 2025)."""
+    """Return why complex numbers are missing: Gloo sends them since torch's pull request 156633 (September 2025)."""
     alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     try:
         alone.broadcast(torch.zeros(1, dtype=torch.cfloat), 0).wait()

@@ -18,7 +18,7 @@ Body = Callable[[World, nn.Module, torch.optim.Optimizer, Batch, int], None]
 
 
 def batches(num_batches: int = BATCHES) -> Iterator[Batch]:
-    """Returns the batches of this worker."""
+    """Return the batches of this worker."""
     generator = torch.Generator().manual_seed(31 + dist.get_rank())
     for _ in range(num_batches):
         yield [torch.randn(4, 8, generator=generator), torch.randint(0, 3, (4,), generator=generator)]
@@ -49,7 +49,7 @@ def loops(
     make_optimizer: Callable[..., torch.optim.Optimizer] = nesterov,
     **ddp_options: Any,
 ) -> Callable[[World], None]:
-    """Returns a program that calls the body with each batch and its number."""
+    """Return a program that calls the body with each batch and its number."""
 
     def program(world: World) -> None:
         module = world.wrap(make_model(), **ddp_options)

@@ -88,7 +88,7 @@ class Oracle:
         self.commit({name for name in names if not self._is_gone(name)})
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """Receives the in-place zeroing of gradients, which zero gradients do not reveal."""
+        """Receive the in-place zeroing of gradients, which zero gradients do not reveal."""
         self._zeroed |= {
             name
             for name, parameter in self.parameters.items()
@@ -115,7 +115,7 @@ class Oracle:
     # Steps of the algorithm.
 
     def exchange(self, used: set[str], *, is_active: bool = True) -> bool:
-        """Returns whether any worker is still active; an idle worker only answers the others (``Join``)."""
+        """Return whether any worker is still active; an idle worker only answers the others (``Join``)."""
         flags = torch.tensor([float(is_active)] + [float(name in used) for name in self.parameters])
         dist.all_reduce(flags)
         if not flags[0]:
@@ -157,7 +157,7 @@ class Oracle:
         return True
 
     def answer_others(self) -> None:
-        """Joins exchanges without gradients while others have batches; then all take the weights of the last worker."""
+        """Join exchanges without gradients while others have batches; then all take the weights of the last worker."""
         num_answers = 0
         while self.exchange(set(), is_active=False):
             num_answers += 1

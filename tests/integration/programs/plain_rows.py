@@ -65,7 +65,7 @@ def leave_out_and_keep(world: World, module: nn.Module, optimizer: Any, batch: B
 
 
 def zeroes_on_one_worker(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Drops a gradient on one worker only; both workers skip the layer in turn."""
+    """Drop a gradient on one worker only; both workers skip the layer in turn."""
     if index % 2 == dist.get_rank():
         optimizer.zero_grad()
     world.backward(loss_of(module, batch, index % 3 == 0 or index % 3 == 1 + dist.get_rank()))
@@ -73,7 +73,7 @@ def zeroes_on_one_worker(world: World, module: nn.Module, optimizer: Any, batch:
 
 
 def measure_skipped_layer(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Calls torch.autograd.grad, which is no backward, while an old gradient is present."""
+    """Call torch.autograd.grad, which is no backward, while an old gradient is present."""
     is_used = index % 2 == 0
     if is_used:
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def measure_skipped_layer(world: World, module: nn.Module, optimizer: Any, batch
 
 
 def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Calls torch.autograd.grad while a gradient is present that is dropped later."""
+    """Call torch.autograd.grad while a gradient is present that is dropped later."""
     loss = loss_of(module, batch)
     parts = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
     world.run.seen["norms"].append(torch.stack([part.norm() for part in parts]).norm())
@@ -97,7 +97,7 @@ def measure_before_zeroing(world: World, module: nn.Module, optimizer: Any, batc
 
 
 def accumulates_between(drops: bool, world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Steps after a synchronized, a local and a synchronized backward; ``drops`` the first gradient."""
+    """Step after a synchronized, a local and a synchronized backward; ``drops`` the first gradient."""
     world.backward(loss_of(module, batch))
     if drops:
         optimizer.zero_grad(set_to_none=index % 2 == 0)
@@ -111,7 +111,7 @@ def accumulates_between(drops: bool, world: World, module: nn.Module, optimizer:
 def takes_back_bad_gradients(
     set_to_none: bool, world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int
 ) -> None:
-    """Steps nevertheless, on zeros or without gradients."""
+    """Step nevertheless, on zeros or without gradients."""
     world.backward(loss_of(module, batch))
     if index % 3 == 1:
         optimizer.zero_grad(set_to_none)
@@ -136,7 +136,7 @@ class Breaker(torch.autograd.Function):
 
 
 def continues_after_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Fails in a backward before the first gradient, on all workers."""
+    """Fail in a backward before the first gradient, on all workers."""
     optimizer.zero_grad(set_to_none=index % 2 == 0)
     loss = loss_of(module, batch)
     try:
@@ -148,7 +148,7 @@ def continues_after_failure(world: World, module: nn.Module, optimizer: Any, bat
 
 
 def continues_after_local_failure(world: World, module: nn.Module, optimizer: Any, batch: Batch, index: int) -> None:
-    """Fails in the middle of a local backward, and drops its gradients."""
+    """Fail in the middle of a local backward, and drop its gradients."""
     world.backward(loss_of(module, batch))
     if index % 3 == 1:
         optimizer.zero_grad()
@@ -173,7 +173,7 @@ def failed_and_continued(runs: list[Run]) -> None:
 
 
 def updates_a_copy(world: World) -> None:
-    """Gives the optimizer copies of the weights, as a kind of mixed precision does."""
+    """Give the optimizer copies of the weights, as a kind of mixed precision does."""
     model = Classifier()
     module = world.wrap(model)
     copies = [parameter.detach().clone() for parameter in model.parameters()]
@@ -192,7 +192,7 @@ def updates_a_copy(world: World) -> None:
 
 
 def two_modules(world: World) -> None:
-    """Runs a backward through two DDP modules."""
+    """Run a backward through two DDP modules."""
     models = {"one.": Classifier(), "other.": Classifier()}
     modules = [world.wrap(model, name) for name, model in models.items()]
     optimizers = [nesterov(modules[0].parameters()), sgd(modules[1].parameters())]
@@ -227,7 +227,7 @@ def clamps(make_model: Callable[[], nn.Module] = Classifier) -> nn.Module:
 
 
 def without_the_last(parameters: Any) -> torch.optim.Optimizer:
-    """Leaves the last parameter without an optimizer: its gradient grows and is always sent."""
+    """Leave the last parameter without an optimizer: its gradient grows and is always sent."""
     return nesterov(list(parameters)[:-1])
 
 

@@ -50,7 +50,7 @@ PATIENCE = timedelta(seconds=40)
 
 
 def run_rows(names: Sequence[str], folder: str) -> list[dict[str, Outcome]]:
-    """Returns the outcome of every row for each of two workers; by name, because rows cannot be pickled."""
+    """Return the outcome of every row for each of two workers; by name, because rows cannot be pickled."""
     return run_workers(_run_all, NUM_WORKERS, list(names), folder, process_group=False, timeout=170)
 
 
@@ -87,7 +87,7 @@ def _run_in(row: Row, kind: Kind) -> Run:
 
 
 def compare(right: Run, other: Run) -> None:
-    """Compares to the last bit, because a sum of two terms has a single order."""
+    """Compare to the last bit, because a sum of two terms has a single order."""
     assert_equal(other.state, right.state, "weights and buffers")
     assert_equal(other.stepped_on, right.stepped_on, "gradients stepped on")
     assert_equal(dict(other.seen), dict(right.seen), "what was seen")

@@ -19,14 +19,14 @@ SCALE = 2.0**10
 
 
 def overflowing(loss: Tensor, parameter: Tensor, index: int) -> Tensor:
-    """Returns a loss with an infinite gradient of this parameter on one worker."""
+    """Return a loss with an infinite gradient of this parameter on one worker."""
     return loss + parameter.sum() * float("inf") if index in OVERFLOWS and dist.get_rank() == 1 else loss
 
 
 def scaled(
     make_optimizers: Callable[[Classifier], list[torch.optim.Optimizer]], num_backwards: int = 1
 ) -> Callable[[World], None]:
-    """Returns a loop in which ``last.weight`` overflows."""
+    """Return a loop in which ``last.weight`` overflows."""
 
     def program(world: World) -> None:
         model = Classifier()
@@ -57,7 +57,7 @@ def note(world: World, what: str, layer: nn.Linear) -> None:
 
 
 def skipped(is_first_skipped: bool, runs: list[Run]) -> None:
-    """Checks that the overflowing layer stays unchanged, and the other layer only if it has the same optimizer."""
+    """Check that the overflowing layer stays unchanged, and the other layer only if it has the same optimizer."""
     for run in runs:
         stays = {
             name: list(map(torch.equal, run.seen[f"{name} before"], run.seen[f"{name} after"]))

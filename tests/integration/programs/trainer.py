@@ -70,7 +70,7 @@ def witness_of(module: LightningModule) -> Witness:
 
 
 def commit(strategy: Any) -> None:
-    """Commits the backwards so far, if the strategy supports it."""
+    """Commit the backwards so far, if the strategy supports it."""
     if isinstance(strategy, SparseDDPStrategy):
         strategy.state.commit()
     elif isinstance(strategy, OracleStrategy):
@@ -82,7 +82,7 @@ def flat(module: nn.Module) -> Tensor:
 
 
 def gradient(module: nn.Module) -> Tensor:
-    """Returns the flat gradient, with zeros for missing gradients."""
+    """Return the flat gradient, with zeros for missing gradients."""
     parts = [
         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
         for parameter in module.parameters()
@@ -101,7 +101,7 @@ class ManualStudent(ManualClassifier):
 
 
 def moved(steps: int, names: tuple[str, ...], runs: list[Run]) -> None:
-    """Checks how many steps Lightning counted, and that these parameters have changed."""
+    """Check how many steps Lightning counted, and that these parameters have changed."""
     for run in runs:
         assert run.global_step == steps
         assert all(map(run.moved, names))
@@ -118,7 +118,7 @@ Drive = Callable[[MakeTrainer, Any, Witness], Trainer]
 
 
 def fitting(*make_loaders: Callable[[], Any], may_fail: bool = False) -> Drive:
-    """Returns a function that fits on these loaders; ``on_exception`` records an exception."""
+    """Return a function that fits on these loaders; ``on_exception`` records an exception."""
 
     def drive(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
         trainer = make_trainer()
@@ -140,7 +140,7 @@ def trains(
     drive: Drive = fit,
     **ddp_options: Any,
 ) -> Callable[[World], None]:
-    """Returns a program for a Trainer.
+    """Return a program for a Trainer.
 
     Args:
         make_model: creates the module.

@@ -243,7 +243,7 @@ def stops_early() -> dict[str, Any]:
 
 
 def not_a_number(steps: int, runs: list[Run]) -> None:
-    """Checks for NaN in all weights of all workers from the sixth step on, and in no residual."""
+    """Check for NaN in all weights of all workers from the sixth step on, and in no residual."""
     for run in runs:
         is_bad = [False] * 5 + [True] * (steps - 5)
         assert [bool(gradient.isnan().any()) for gradient in run.seen["gradients"]] == is_bad

@@ -118,7 +118,7 @@ class World:
         make_ddp: Callable[..., nn.Module] = DistributedDataParallel,
         **ddp_options: Any,
     ) -> nn.Module:
-        """Returns the module to call; several modules of a program need names."""
+        """Return the module to call; several modules of a program need names."""
         self.follow_module(model, name)
         if self.kind == "oracle":
             self._make_oracle(name, model, scale=(lambda: 1.0) if grad_scaler is None else grad_scaler.get_scale)
@@ -163,7 +163,7 @@ class World:
         oracle.answer_others()
 
     def watch(self, *optimizers: Optimizer) -> None:
-        """Records the gradients of each step, and notifies the oracle of steps."""
+        """Record the gradients of each step, and notify the oracle of steps."""
         for optimizer in optimizers:
             for _, oracle in self._oracles:
                 follow_steps(optimizer, oracle)
@@ -200,7 +200,7 @@ class World:
         optimizer.register_step_post_hook(note)
 
     def finish(self) -> Run:
-        """Records the final state."""
+        """Record the final state."""
         run = self.run
         for name, module in self._modules:
             run.state |= {name + key: tensor.detach().clone() for key, tensor in module.state_dict().items()}

@@ -33,7 +33,7 @@ def compiled_part(world: World) -> None:
 
 
 def compiled_ddp(world: World) -> None:
-    """Compiles the whole DDP module, and registers the hook on the result."""
+    """Compile the whole DDP module, and register the hook on the result."""
     graphs: list[int] = []
     with fresh_compiler():
         # With tiny buckets, torch's DDP optimizer refuses to compile.
