@@ -120,6 +120,7 @@ class SparseStrategy(TakesOptions):
         every_n_steps = getattr(self._options, "every_n_steps", 1)
         self._advice.begin(self.optimizers, exchanges_of(self._module, every_n_steps))
         self._batches, self._progress_at_start = 0, self.state.progress
+        self._most_batches = max(MOST_BATCHES, 2 * self._module.trainer.accumulate_grad_batches)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -141,10 +142,6 @@ class SparseStrategy(TakesOptions):
         self._advice.end()
         if 0 < self._batches <= self._most_batches:
             self._warn_of_no_exchange()
-
-    @property
-    def _most_batches(self) -> int:
-        return max(MOST_BATCHES, 2 * self._module.trainer.accumulate_grad_batches)
 
     def _warn_of_no_exchange(self) -> None:
         if self._call_each_step is not None and self.state.progress == self._progress_at_start:

@@ -24,9 +24,7 @@ from lightning_sparse.theory.bounds import top_k_squared_error_bound as top_k_sq
 from lightning_sparse.theory.lag import ResidualStatistics as ResidualStatistics
 from lightning_sparse.theory.lag import residual_statistics as residual_statistics
 from lightning_sparse.theory.measurement import measured_noise as measured_noise
-from lightning_sparse.theory.measurement import measured_smoothness as measured_smoothness
 from lightning_sparse.theory.measurement import optimal_threshold as optimal_threshold
-from lightning_sparse.theory.measurement import total_error as total_error
 from lightning_sparse.theory.rates import convex_contraction_rate as convex_contraction_rate
 from lightning_sparse.theory.rates import convex_rate as convex_rate
 from lightning_sparse.theory.rates import strongly_convex_contraction_rate as strongly_convex_contraction_rate

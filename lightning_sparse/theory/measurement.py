@@ -1,4 +1,4 @@
-"""Functions of recorded gradients: estimates of a problem's constants, total error and its best threshold."""
+"""Functions of recorded gradients: estimates of their noise, and the threshold of the smallest total error."""
 
 from collections.abc import Sequence
 
@@ -32,44 +32,6 @@ def measured_noise(gradients: Sequence[Tensor]) -> tuple[float, float]:
     left = float((variances / counts).mean()) * (1 - 1 / len(gradients))
     spread = float(((means - means.mean(dim=0)) ** 2).sum(dim=1).mean())
     return float(variances.mean()), spread - left
-
-
-def measured_smoothness(points: Tensor, gradients: Tensor) -> float:
-    """Return the largest ‖∇f(x) − ∇f(y)‖ / ‖x − y‖ of neighbouring points, a lower bound of L.
-
-    Args:
-        points: x along a path, shape (points, d), at least two of them different.
-        gradients: ∇f at these points, of the same shape.
-
-    Raises:
-        ValueError: other shapes, or points that are all the same.
-    """
-    if points.dim() != 2 or points.shape != gradients.shape:
-        raise ValueError(
-            f"Got points of shape {tuple(points.shape)}, gradients of {tuple(gradients.shape)}. Must be (points, d)."
-        )
-    _require_real(points, gradients)
-    steps = points.double().diff(dim=0).norm(dim=1)
-    changes = gradients.double().diff(dim=0).norm(dim=1)
-    if not bool((steps > 0).any()):
-        raise ValueError(f"Got {len(points)} equal points. Must be at least two different points.")
-    return float((changes / steps)[steps > 0].max())
-
-
-def total_error(sequence: Tensor, sent: Tensor) -> float:
-    """Return Σ_t ‖a_t − sent part of a_t‖², the total error of a training.
-
-    Args:
-        sequence: a_t, the compensated gradients, shape (T, d).
-        sent: bool of the same shape.
-
-    Raises:
-        ValueError: a mask of another shape or another dtype.
-    """
-    if sent.dtype != torch.bool or sent.shape != sequence.shape:
-        raise ValueError(f"Got sent of {sent.dtype}, shape {tuple(sent.shape)}. Must be bool, {tuple(sequence.shape)}.")
-    _require_real(sequence)
-    return float((sequence.double() ** 2)[~sent].sum())
 
 
 def optimal_threshold(sequence: Tensor, budget: int) -> float:
