@@ -15,12 +15,12 @@ Options = TypeVar("Options")
 SECTION = re.compile(r"^([A-Z]\w+:)\n", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}(\S+):.*(?:\n {5}.*)*", re.MULTILINE)
 """A parameter's name and description in a docstring."""
+_HOOK = (
+    "The sparse exchange is the communication hook, DDP has only one, and strategy.state is its state. Use "
+    "value_dtype='bfloat16' or 'float8' to compress values further, or Lightning's DDPStrategy for another hook"
+)
 _REPLACED_ARGUMENTS = {
-    "ddp_comm_hook": "The sparse exchange is the communication hook, and DDP has only one. Use value_dtype='bfloat16' "
-    "to compress values further, or Lightning's DDPStrategy for another hook",
-    "ddp_comm_state": "The sparse exchange has its own state. Read it from strategy.state",
-    "ddp_comm_wrapper": "The sparse exchange is not wrapped. Use value_dtype='bfloat16' or 'float8' to send values in "
-    "half precision",
+    **dict.fromkeys(("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), _HOOK),
     "model_averaging_period": "Gradients are exchanged in every step, so there are no models to average. Use "
     "Lightning's DDPStrategy for post-local SGD",
     "mixed_precision": "DDP's mixed precision has its own communication hook. Use Trainer(precision='bf16-mixed')",
