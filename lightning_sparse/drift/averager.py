@@ -4,7 +4,7 @@ All workers share an anchor x. Every ``every_n_steps`` optimizer steps, on worke
 
     p_i = x − θ_i                    the drift: local progress and unsent values
     sent_i = p_i where |p_i| >= λ    e_i = p_i − sent_i
-    x ← x − outer((1/n) Σ_j sent_j)  the same bits on all workers
+    x ← x − outer((1/m) Σ_j sent_j)  the same bits on all workers; m: the coordinate's senders, or n
     θ_i ← x − e_i                    unsent values stay in the worker's own weights
 
 After an exchange, every weight is less than λ from the anchor, and no value is lost. A threshold on gradients gives

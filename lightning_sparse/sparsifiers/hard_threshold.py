@@ -71,7 +71,7 @@ class HardThreshold(MarkingSparsifier):
             steps (docs/theory.md). 0 is the rule of the paper. For gradients with error feedback only.
 
     Raises:
-        ValueError: both threshold and density given, a number outside its range, or layers without a density to hold.
+        ValueError: both threshold and density, a number outside its range, or a λ per layer without a density.
 
     Example:
         >>> sparsifier = HardThreshold(threshold=1.0)

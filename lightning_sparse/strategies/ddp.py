@@ -20,13 +20,13 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """DDP in which workers send selected coordinates and keep the rest for later.
 
-    Logs ``sparse/density`` (k_t/d, in 0…1), ``sparse/error_norm`` and ``sparse/threshold`` (gradient units) and
-    ``sparse/payload_bytes`` per optimizer step through the LightningModule. Each ``fit`` starts with residuals of
-    zero and, with a density, with a calibration.
+    Logs ``sparse/density`` (k_t/d, in 0…1), ``sparse/error_norm`` and ``sparse/threshold`` (gradient units),
+    ``sparse/payload_bytes`` and ``sparse/exchange_wait_ms`` per optimizer step through the LightningModule. Each
+    ``fit`` starts with residuals of zero and, with a density, with a calibration.
 
     Args:
         gradient_as_bucket_view: of ``DistributedDataParallel``; True saves two copies of the gradient per step. None is
-            True in automatic optimization without unused parameters.
+            True, unless optimization is manual or ``find_unused_parameters`` or ``static_graph`` is set.
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
 

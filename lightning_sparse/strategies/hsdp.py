@@ -31,7 +31,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     ``self.device_mesh["tensor_parallel"]``. Each rank of ``data_parallel`` in each replica gets its own data.
 
     Logs the metrics of `SparseDDPStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
-    applies to the whole model, or to a whole layer; a number of coordinates, as in `TopK`, applies to each shard.
+    is that of the whole model, or of a whole layer. A number of coordinates, as in `TopK`, is per shard.
 
     Attributes:
         state: the `ShardExchange` of the running or last ``fit``, None before.
@@ -93,7 +93,7 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the replicas' weights.
 
     Logs the metrics of `SparseLocalStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
-    applies to the whole model, or to a whole layer; a number of coordinates, as in `TopK`, applies to each shard.
+    is that of the whole model, or of a whole layer. A number of coordinates, as in `TopK`, is per shard.
 
     Attributes:
         state: the `ShardModelAverager` of the running or last ``fit``, None before.

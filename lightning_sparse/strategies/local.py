@@ -133,9 +133,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the workers' weights.
 
-    Logs ``sparse/density``, ``sparse/error_norm`` and ``sparse/threshold`` (parameter units), ``sparse/largest_drift``
-    (the largest distance of a weight from the anchor before the exchange) and ``sparse/payload_bytes`` with the
-    optimizer step of every exchange.
+    Logs the metrics of `SparseDDPStrategy` in parameter units, and ``sparse/largest_drift`` (the largest distance of a
+    weight from the anchor before the exchange), with the optimizer step of every exchange.
 
     Args:
         **kwargs: ``process_group_backend``, ``timeout``, ``start_method``, ``parallel_devices``, … of Lightning's
