@@ -47,7 +47,7 @@ class Engine:
         options: the options of the exchange.
         group: the process group; None is the default group.
         per_layer_stats: whether `StepStats` holds the statistics of every layer.
-        workers: replaces the group's workers. Without it, a group of one worker sends nothing and values pass unchanged.
+        workers: replaces the group's workers. Without it, a group of one worker sends nothing; values pass unchanged.
 
     Raises:
         ValueError: the options do not support the sparsifier's values.
