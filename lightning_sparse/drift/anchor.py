@@ -1,6 +1,6 @@
 """The anchor, which all workers share, and its outer optimizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,14 +27,17 @@ class AnchorBucket(ParameterBucket):
 
     Attributes:
         anchor: x, the same bits on all workers: float64 for double precision, else float32.
+        parts: flat views of x by name, the parameters of the outer optimizer.
         drift: x − θ, and after the exchange the average.
     """
 
     anchor: Tensor = field(init=False)
+    parts: dict[str, Tensor] = field(init=False)
     drift: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.anchor, self.drift = self.zeros(), self.zeros()
+        self.parts = self.by_name(self.anchor)
         self.read(self.anchor)
 
     @cached_property
@@ -108,32 +111,30 @@ def _largest(values: Tensor) -> Tensor:
     return torch.maximum(highest, -lowest).double()
 
 
-def outer_state(outer: Optimizer | None, buckets: Sequence[AnchorBucket]) -> tuple[Tensors, dict[str, Any]]:
+def outer_state(outer: Optimizer | None, parts: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
     """Return an outer optimizer's tensors, and its kind and numbers.
 
-    Tensors with the anchor's shape are flat views by ``PREFIX`` + key and by name. All other state is copied by name
-    and key, under ``"numbers"``.
+    Tensors with the shape of a part of the anchor are returned by ``PREFIX`` + key and by name. All other state is
+    copied by name and key, under ``"numbers"``.
     """
     tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
-    for bucket in buckets:
-        for key, value in ({} if outer is None else outer.state.get(bucket.anchor, {})).items():
-            if isinstance(value, Tensor) and value.shape == bucket.anchor.shape:
-                tensors.setdefault(PREFIX + key, {}).update(bucket.by_name(value))
+    for name, part in parts.items():
+        for key, value in ({} if outer is None else outer.state.get(part, {})).items():
+            if isinstance(value, Tensor) and value.shape == part.shape:
+                tensors.setdefault(PREFIX + key, {})[name] = value
             else:
-                number = value.cpu().clone() if isinstance(value, Tensor) else value
-                for name in bucket.layout.names:
-                    numbers.setdefault(name, {})[key] = number
+                numbers.setdefault(name, {})[key] = value.cpu().clone() if isinstance(value, Tensor) else value
     return tensors, {"kind": _kind_of(outer), "numbers": numbers}
 
 
 def load_outer(
     outer: Optimizer | None,
-    buckets: Sequence[AnchorBucket],
+    parts: Mapping[str, Tensor],
     tensors: Mapping[str, Mapping[str, Tensor]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Load the results of ``outer_state``; missing parts of a tensor become zero.
+    """Load the results of ``outer_state``, for parts of the same size.
 
     Ignores tensors without ``PREFIX``. Warns, and loads nothing, if the state is of another kind of optimizer.
     """
@@ -147,19 +148,19 @@ def load_outer(
     if outer is None:
         return
     outer.state.clear()
-    for bucket in buckets:
-        state: dict[str, Any] = {}
-        for name in bucket.layout.names:
-            for key, value in saved["numbers"].get(name, {}).items():
-                state.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
-        for kind, by_name in tensors.items():
-            if kind.startswith(PREFIX) and by_name.keys() & set(bucket.layout.names):
-                flat = state[kind.removeprefix(PREFIX)] = torch.zeros_like(bucket.anchor)
-                for name, part in bucket.by_name(flat).items():
-                    if name in by_name and by_name[name].numel() == part.numel():
-                        part.copy_(by_name[name])
+    for name, part in parts.items():
+        of_part = {
+            kind: by_name[name] for kind, by_name in tensors.items() if kind.startswith(PREFIX) and name in by_name
+        }
+        if any(value.numel() != part.numel() for value in of_part.values()):
+            continue
+        state = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in saved["numbers"].get(name, {}).items()
+        }
+        state |= {kind.removeprefix(PREFIX): torch.empty_like(part).copy_(value) for kind, value in of_part.items()}
         if state:
-            outer.state[bucket.anchor] = state
+            outer.state[part] = state
 
 
 def _kind_of(outer: Optimizer | None) -> str | None:

@@ -132,13 +132,14 @@ class DriftExchange:
     def _move_anchor(self, exchanged: list[DriftBucket]) -> None:
         for drift in exchanged:
             if self.outer is not None:
-                drift.of.anchor.grad = drift.average
+                averages = drift.of.by_name(drift.average)
+                for name, part in drift.of.parts.items():
+                    part.grad = averages[name]
             elif drift.weights is None:
                 drift.of.anchor.sub_(drift.average)
         if self.outer is not None:
             self.outer.step()
-            for bucket in self.buckets:
-                bucket.anchor.grad = None
+            self.outer.zero_grad()
 
     def restart(self) -> None:
         """Make the current weights the anchor, and discard all history. Not collective."""
@@ -169,9 +170,12 @@ class DriftExchange:
                 by_name |= bucket.by_name(getattr(bucket, kind))
         return views
 
+    def _parts(self) -> dict[str, Tensor]:
+        return {name: part for bucket in self.buckets for name, part in bucket.parts.items()}
+
     def state(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors by kind and name, and plain values of layout and outer optimizer."""
-        tensors, outer = outer_state(self.outer, self.buckets)
+        tensors, outer = outer_state(self.outer, self._parts())
         layout = [list(bucket.layout.names) for bucket in self.buckets]
         return self._views() | tensors, {"layout": layout, "outer": outer}
 
@@ -181,7 +185,7 @@ class DriftExchange:
             for name, saved in tensors.get(kind, {}).items():
                 if name in parts and saved.numel() == parts[name].numel():
                     parts[name].copy_(saved)
-        load_outer(self.outer, self.buckets, tensors, outer)
+        load_outer(self.outer, self._parts(), tensors, outer)
 
     # Unfrozen parameters.
 
@@ -229,7 +233,7 @@ class DriftExchange:
         new = bucketed(AnchorBucket, parameters, len(self.buckets), kept_dtype)
         self.buckets += new
         if self.options.outer_optimizer is not None:
-            anchors = [bucket.anchor for bucket in new]
+            anchors = [part for bucket in new for part in bucket.parts.values()]
             if self.outer is None:
                 self.outer = self.options.outer_optimizer(anchors)
                 if not isinstance(self.outer, Optimizer) or isinstance(self.outer, torch.optim.LBFGS):

@@ -54,7 +54,8 @@ def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) 
     gathered = gather_objects(settings, group)
     names = sorted({name for settings in gathered for name in settings})
     values_by_name = {name: [settings.get(name) for settings in gathered] for name in names}
-    return {name: values for name, values in values_by_name.items() if any(value != values[0] for value in values)}
+    # As text, in which a NaN equals itself.
+    return {name: values for name, values in values_by_name.items() if len({*map(repr, values)}) > 1}
 
 
 @contextmanager

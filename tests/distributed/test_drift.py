@@ -308,6 +308,24 @@ def test_looking_at_averaged_weights_changes_nothing_after_unfreezing():
         assert torch.equal(train_unfreezing(looks_at), plain)
 
 
+@on_workers(2)
+def test_an_outer_optimizer_continues_a_layer_that_was_unfrozen_before_the_save():
+    options = DriftOptions(outer_optimizer=partial(torch.optim.Adam, lr=0.01))
+    model, resumed = build_model(), build_model()
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05), range(5), averager)
+    frozen.requires_grad_(True)  # its steps of the outer optimizer are five fewer than those of other layers
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05), range(5, 8), averager)
+    saved = averager.state_dict()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05), range(8, STEPS), averager)
+    averager = SparseModelAverager(resumed, HardThreshold(threshold=THRESHOLD), options)
+    averager.load_state_dict(saved)
+    train(resumed, torch.optim.SGD(resumed.parameters(), lr=0.05), range(8, STEPS), averager)
+    assert torch.equal(flat(resumed), flat(model))
+
+
 @pytest.mark.parametrize("kind", ["gone", "longer", "whole"])
 @on_workers(2, timeout=40)
 def test_a_buffer_may_change_on_a_worker_during_an_exchange(kind):

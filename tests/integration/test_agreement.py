@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lightning_sparse.exchange.agreement
 from lightning_sparse import DDPHardThresholdStrategy
+from lightning_sparse.exchange.agreement import differing
 from tests.integration.models import Classifier, data, quiet_trainer
 from tests.workers import on_workers, run_workers
 
@@ -65,3 +67,9 @@ def test_a_long_list_of_differences_is_truncated() -> None:
     message = str(caught.value)
     assert message.count("parameter others") == 10
     assert message.endswith("and 6 more")
+
+
+@on_workers(2)
+def test_equal_nans_are_no_difference() -> None:
+    assert differing({"lr": float("nan")}) == {}
+    assert differing({"rank": dist.get_rank()}) == {"rank": [0, 1]}
