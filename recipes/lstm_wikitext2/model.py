@@ -122,6 +122,7 @@ class LSTMLanguageModel(LightningModule):
         num_layers: layers of the LSTM.
         dropout: dropout probability.
         learning_rate: the rate after the warmup.
+        momentum: of SGD.
         warmup_from: the rate of the first step.
         warmup_epochs: epochs of linear growth from ``warmup_from`` to ``learning_rate``.
         milestones: epochs at which the rate drops to a tenth. Scale them with ``max_epochs``.
@@ -134,6 +135,7 @@ class LSTMLanguageModel(LightningModule):
         num_layers: int = PAPER_NUM_LAYERS,
         dropout: float = 0.4,
         learning_rate: float = 20.0,
+        momentum: float = 0.0,
         warmup_from: float = 1.25,
         warmup_epochs: float = 5.0,
         milestones: tuple[float, ...] = (60.0, 80.0),
@@ -267,4 +269,6 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return schedule_by_epoch(self, torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"]))
+        options = self.hparams
+        optimizer = torch.optim.SGD(self.parameters(), lr=options["learning_rate"], momentum=options["momentum"])
+        return schedule_by_epoch(self, optimizer)
