@@ -161,6 +161,7 @@ PAPER = {
             "num_layers": 3,
             "dropout": 0.4,
             "learning_rate": 20.0,
+            "momentum": 0.0,
             "warmup_from": 1.25,
             "warmup_epochs": 5.0,
             "milestones": [60.0, 80.0],
