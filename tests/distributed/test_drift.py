@@ -311,19 +311,21 @@ def test_looking_at_averaged_weights_changes_nothing_after_unfreezing():
 @on_workers(2)
 def test_an_outer_optimizer_continues_a_layer_that_was_unfrozen_before_the_save():
     options = DriftOptions(outer_optimizer=partial(torch.optim.Adam, lr=0.01))
-    model, resumed = build_model(), build_model()
-    frozen = next(model.parameters())
-    frozen.requires_grad_(False)
-    averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.05), range(5), averager)
-    frozen.requires_grad_(True)  # its steps of the outer optimizer are five fewer than those of other layers
-    train(model, torch.optim.SGD(model.parameters(), lr=0.05), range(5, 8), averager)
-    saved = averager.state_dict()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.05), range(8, STEPS), averager)
-    averager = SparseModelAverager(resumed, HardThreshold(threshold=THRESHOLD), options)
-    averager.load_state_dict(saved)
-    train(resumed, torch.optim.SGD(resumed.parameters(), lr=0.05), range(8, STEPS), averager)
-    assert torch.equal(flat(resumed), flat(model))
+    models = [build_model(), build_model()]
+    averagers = []
+    next(models[0].parameters()).requires_grad_(False)
+    for model in models:
+        averagers.append(SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options))
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        if model is models[0]:
+            train(model, inner, range(5), averagers[0])
+            next(model.parameters()).requires_grad_(True)  # five steps fewer of the outer optimizer
+            train(model, inner, range(5, 8), averagers[0])
+            saved = averagers[0].state_dict()
+        else:
+            averagers[1].load_state_dict(saved)
+        train(model, inner, range(8, STEPS), averagers[-1])
+    assert torch.equal(*map(flat, models))
 
 
 @pytest.mark.parametrize("kind", ["gone", "longer", "whole"])

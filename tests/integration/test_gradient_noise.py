@@ -1,4 +1,4 @@
-"""The gradients from which the paper's threshold is estimated."""
+"""Callbacks of recipes that measure: the gradients' noise, from which the paper's threshold follows, and the lag."""
 
 import io
 from contextlib import redirect_stdout
@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_sparse import Dense, SimulatedWorkersStrategy
+from lightning_sparse import Dense, HardThreshold, SimulatedWorkersStrategy
 from lightning_sparse.theory import measured_noise, threshold_from_estimates
 from recipes.gradient_noise import GradientNoise
+from recipes.lag import Lag
 from tests.integration.models import Classifier, data, quiet_trainer
 from tests.workers import on_workers
 
@@ -44,3 +47,27 @@ def test_every_worker_adds_its_gradient_of_every_step() -> None:
     threshold = threshold_from_estimates(count, means.shape[1], sigma, max(0.0, zeta))
     assert f"σ² = {sigma:.4g}, ζ² = {zeta:.4g}" in printed.getvalue()
     assert f"k/d = 0.1: λ = {threshold:.4g}" in printed.getvalue()
+
+
+class Slope(LightningModule):
+    """Has the gradient (1/4, -1/2, 0) in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.weight * torch.tensor([0.25, -0.5, 0.0])).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_workers(1, process_group=False)
+def test_the_lag_is_the_mean_residual_in_the_direction_of_the_gradient() -> None:
+    lags: list[float] = []
+    record = LambdaCallback(on_train_batch_end=lambda trainer, *_: lags.append(float(trainer.callback_metrics["lag"])))
+    strategy = SimulatedWorkersStrategy(HardThreshold(threshold=1.0, overshoot=0.5), 2)
+    quiet_trainer(strategy, num_workers=1, max_steps=7, callbacks=[Lag(), record]).fit(Slope(), data())
+    # A coordinate has no direction until it is sent first, in steps 4 and 2. Its residual then restarts at -1/2.
+    assert lags == pytest.approx([0, -0.5 / 3, 0, 0, -0.75 / 3, 0, 0.75 / 3])

@@ -321,11 +321,6 @@ class TestCommand:
         assert f"Put the file from http://127.0.0.1:1/gisette_scale.bz2 at {tmp_path}/libsvm" in ended.value.code
         assert not (tmp_path / "out").exists()
 
-    def test_drawing_without_results_fails(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-        with pytest.raises(SystemExit, match=r"has no curves\.csv. Run python -m recipes\.logistic_regression"):
-            report.main()
-
 
 class TestData:
     def test_svmlight(self, written):

@@ -12,14 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.nn.functional import cross_entropy
-from torchmetrics.text import Perplexity
 
 from recipes import MissingDataError
 from recipes.lstm_wikitext2 import corpus as corpus_module
 from recipes.lstm_wikitext2.corpus import FILES, Corpus, CorpusError, read_wikitext2
 from recipes.lstm_wikitext2.data import IGNORED, WikiText2DataModule, Windows, evaluation_columns, training_columns
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
-from recipes.lstm_wikitext2.model import CorpusPerplexity, LSTMLanguageModel, TiedLSTM
+from recipes.lstm_wikitext2.model import LSTMLanguageModel, TiedLSTM
 from recipes.lstm_wikitext2.topics import article_starts
 from tests.integration.models import WEIGHTS_ONLY, assert_equal, quiet_trainer, warnings_of
 from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
@@ -201,17 +200,6 @@ def test_perplexity_covers_all_words_of_all_workers():
     assert tested["test/perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_perplexity_agrees_with_torchmetrics():
-    torchs, ours = Perplexity(ignore_index=IGNORED), CorpusPerplexity()
-    for time in (7, 3):
-        logits, targets = torch.randn(2, time, 11), torch.randint(11, (2, time))
-        targets[1, 1:] = IGNORED
-        torchs.update(logits, targets)
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        ours.update(loss, (targets != IGNORED).sum())
-    torch.testing.assert_close(ours.compute(), torchs.compute())
-
-
 class TestMarkovChain:
     def test_transitions(self):
         chain = MarkovChain()
@@ -321,12 +309,6 @@ class TestData:
         assert sorted(before) == sorted(after)
         topics_in_order = [before.index(article) % 2 for article in after]
         assert topics_in_order in ([0] * 4 + [1] * 4, [1] * 4 + [0] * 4)
-
-    def test_equal_articles_leave_the_text_unchanged(self, tmp_path):
-        write_corpus(tmp_path / "wikitext-2")
-        data = WikiText2DataModule(root=str(tmp_path), columns=1, heterogeneous=True)
-        data.setup("fit")
-        assert torch.equal(data.corpus.train, read_wikitext2(tmp_path / "wikitext-2").train)
 
     def test_text_without_articles_has_no_topics(self, tmp_path):
         write_corpus(tmp_path / "wikitext-2", train=b" = = no title = = \n a b \n" * 20)

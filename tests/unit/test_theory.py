@@ -237,16 +237,10 @@ PAIR, NOISY = torch.ones(2, 2), Problem(1.0, 1, 1.0)
         (lambda: convex_contraction_rate(NOISY, 1.0, 1, 0.0), r"Invalid contraction=0\.0\. Must be within"),
         (lambda: nonconvex_contraction_bound(NOISY, 1.0, 0.2, 1, 0.5), r"Invalid learning_rate=0\.2"),
         (lambda: threshold_from_estimates(0, 10, 1.0, 1.0), "Invalid num_selected=0"),
-        (lambda: nonconvex_bound(NOISY, -1.0, 0.1, 1, 0.0), "Invalid suboptimality=-1.0"),
-        (lambda: squared_error_bound(10, float("inf"), 1.0), "Invalid threshold=inf"),
-        (lambda: top_k_squared_error_bound(0.5, 1.0, -2.0), "Invalid learning_rate=-2.0"),
-        (lambda: convex_bound(NOISY, 1.0, 0.1, 10, -5.0), "Invalid squared_error=-5.0"),
         (lambda: optimal_threshold(PAIR, 1.5), "Invalid budget=1.5. Must be a whole number from 1 to 4"),
-        (lambda: optimal_threshold(PAIR, 5), "Invalid budget=5"),
         (lambda: optimal_threshold(PAIR + 1j, 1), "Got torch.complex64. Must be real"),
         (lambda: measured_noise([]), r"Got draws of shapes \[\]. Must be \(draws, d\) for every worker"),
         (lambda: residual_statistics(0.0, noise=1.0), r"Invalid threshold=0\.0\. Must be finite and above 0"),
-        (lambda: residual_statistics(1.0, noise=-1.0), r"Invalid noise=-1\.0"),
         (lambda: residual_statistics(1.0, noise=0.0), r"Invalid drift=0\.0\. Must be finite, and not 0 without noise"),
         (lambda: residual_statistics(1, noise=1, overshoot=1), r"Invalid overshoot=1\.0\. Must be within \[0, 1\)"),
     ],
@@ -254,10 +248,6 @@ PAIR, NOISY = torch.ones(2, 2), Problem(1.0, 1, 1.0)
 def test_theory_rejects_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_the_magnitude_of_an_integer_does_not_overflow():
-    assert optimal_threshold(torch.tensor([[-128, 127]], dtype=torch.int8), 1) == 128.0
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.26, float("nan")])
