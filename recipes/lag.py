@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.strategies.sparse_strategy import SparseStrategy
+from lightning_sparse import SimulatedWorkersStrategy, SparseDDPStrategy
 
 
 class Lag(Callback):
@@ -15,9 +15,10 @@ class Lag(Callback):
 
     e is the residual of rank 0, and m the running mean of the averaged gradients. A residual without a preferred
     direction has a lag of 0. Times the learning rate, it is the distance by which weights lag behind, per coordinate.
+    Only ``ddp_*`` strategies and simulated workers log it.
 
     Args:
-        window: the number of steps in which the running mean forgets 63 % of what it had.
+        window: the time constant of the running mean, in steps.
     """
 
     def __init__(self, window: int = 500) -> None:
@@ -37,8 +38,8 @@ class Lag(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log the lag after the step."""
         strategy = trainer.strategy
-        if not isinstance(strategy, SparseStrategy) or strategy.state.kind != "gradients":
-            return  # dense training does not lag
-        residuals = strategy.state.residuals.layers()
-        lags = [residuals[name] * mean.sign().flatten() for name, mean in self._means.items() if name in residuals]
-        pl_module.log("lag", torch.cat(lags).mean().double())
+        if isinstance(strategy, (SparseDDPStrategy, SimulatedWorkersStrategy)) and self._means:
+            residuals = strategy.state.residuals.layers()
+            known = [(residuals[name], mean) for name, mean in self._means.items() if name in residuals]
+            lags = [residual * mean.sign().flatten() for residual, mean in known]
+            pl_module.log("lag", torch.cat(lags).mean().double())

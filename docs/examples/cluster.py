@@ -60,7 +60,7 @@ class RequeueBetweenSteps(Callback):
         self.has_signal = True
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save, stops and requeues the job if any worker has received the signal."""
+        """Save, stop and requeue the job if any worker has received the signal."""
         if trainer.global_step % self.every_n_steps:
             return
         if trainer.strategy.reduce_boolean_decision(self.has_signal, all=False):
