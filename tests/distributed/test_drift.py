@@ -311,8 +311,7 @@ def test_looking_at_averaged_weights_changes_nothing_after_unfreezing():
 @on_workers(2)
 def test_an_outer_optimizer_continues_a_layer_that_was_unfrozen_before_the_save():
     options = DriftOptions(outer_optimizer=partial(torch.optim.Adam, lr=0.01))
-    models = [build_model(), build_model()]
-    averagers = []
+    models, averagers = [build_model(), build_model()], []
     next(models[0].parameters()).requires_grad_(False)
     for model in models:
         averagers.append(SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), options))
