@@ -291,7 +291,7 @@ def gather_to_first(device):
     for failing in (0, 1, None):  # the others do not notice
         assert barrier.wait({}, 60.0) is None
         workers = barrier.saving_workers()
-        assert all(workers is not other for other in used)
+        assert dist.get_world_size() == 1 or all(workers is not other for other in used)
         used.append(workers)
         gathered = workers.gather_objects_to_first({"rank": rank, "tensors": tensors})
         if rank == failing:

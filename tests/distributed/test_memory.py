@@ -18,13 +18,13 @@ from tests.workers import run_workers
 
 DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 ONE_PERCENT, TEN_PERCENT = (HardThreshold(density=density, calibration_steps=2) for density in (0.01, 0.1))
-THIRTY = {"steps": 30}
+THIRTY = {"steps": 30, "exchange": "gather"}
 ROWS = {
-    'hard threshold, `exchange="auto"` or `"gather"`': (ONE_PERCENT, THIRTY),
+    'hard threshold, `exchange="gather"`': (ONE_PERCENT, THIRTY),
     '`exchange="dense"`': (ONE_PERCENT, THIRTY | {"exchange": "dense"}),
     '`exchange="reduce_scatter"`': (ONE_PERCENT, THIRTY | {"exchange": "reduce_scatter", "steps": 70}),
     '`exchange="hierarchical"`, one node': (ONE_PERCENT, THIRTY | {"exchange": "hierarchical"}),
-    '10 % in place of 1 %, `"gather"`': (TEN_PERCENT, THIRTY | {"exchange": "gather"}),
+    '10 % in place of 1 %, `"gather"`': (TEN_PERCENT, THIRTY),
     '`exchange="dense"`, a loss scale (16-mixed)': (ONE_PERCENT, THIRTY | {"exchange": "dense", "is_scaled": True}),
     "parameters in bfloat16": (ONE_PERCENT, THIRTY | {"dtype": torch.bfloat16}),
     '`error_feedback="none"`': (HardThreshold(threshold=5.0), {"error_feedback": "none"}),
