@@ -60,10 +60,10 @@ STEP_NUMBERS = (
     _count("dense_elements", shards="sum", exchanges="sum"),
     StepNumber("threshold", logged="threshold"),
 )
-"""Every number of a step. A new number needs a row here and a field in `StepStats`. If headers hold it, it also needs a
-field in ``LocalNumbers`` and three places that measure it: ``Extraction._numbers`` for tensors, ``native.c`` with
-``Extraction._fill_natively``, and ``kernels/threshold.py``, which takes the number's place in the header as a
-constant."""
+"""Every number of a step. A new number needs a row here and a field in `StepStats`, with a default because checkpoints
+hold `StepStats`. If headers hold it, it also needs a field in ``LocalNumbers`` and three places that measure it:
+``Extraction._numbers`` for tensors, ``native.c`` with ``Extraction._fill_natively``, and ``kernels/threshold.py``. The
+kernel takes the number's place in the header as a constant, from ``_WALK`` in ``fused_threshold.py``."""
 HEADER = tuple(number for number in STEP_NUMBERS if number.in_header)
 LAYER_HEADER = tuple(number for number in HEADER if number.per_layer)
 SLOTS = {number.name: slot for slot, number in enumerate(HEADER)}
