@@ -135,7 +135,8 @@ class Late(Manual):
         self.own.step()
 
 
-UNCOUNTED = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 8}
+PROGRAM_STEPS = 6  # for momentum, layers that unfreeze at the fourth step, and a validation in between
+UNCOUNTED = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": PROGRAM_STEPS}
 """Options for optimizers whose steps a Trainer does not count."""
 
 PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
@@ -161,3 +162,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
     "precision bf16-mixed": (HalfPrecision, {"precision": "bf16-mixed"}, 1e-5),
     "weights in bfloat16": (InHalf, {}, 0.05),
 }
+
+AS_PLAIN = (
+    *("validation in between", "manual", "manual, torch's optimizer", "manual, a closure"),
+    *("manual, a closure for torch's", "an optimizer of its own", "discarded backwards", "a compiled layer"),
+)
+"""Programs that compute what "plain" does, which torch's HSDP trains for all; torch's own validation would leave the
+last layer gathered, so that "an optimizer of its own" stepped on parameters without gradients."""
