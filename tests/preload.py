@@ -15,6 +15,7 @@ for _name in (
     "lightning_sparse",
     "pytest",
     "sklearn.datasets",
+    "torch.distributed._tensor",
     "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.utils.serialization",
     "torch.utils.tensorboard",
