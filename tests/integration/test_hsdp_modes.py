@@ -57,7 +57,7 @@ def test_an_infinite_gradient_reaches_all_ranks_in_the_same_step() -> None:
 
 
 LOGGED: dict[str, tuple[Any, Any, int, dict[str, Any], float]] = {
-    "drifts": (DRIFTS, WithAdam, 24, {"calibration_steps": 8, "every_n_steps": 2}, 0.2),
+    "drifts": (DRIFTS, WithAdam, 12, {"calibration_steps": 8, "every_n_steps": 2}, 0.2),
     "gradients": (GRADIENTS, Sharded, 12, {}, 0.35),  # few exchanges, so the controller adjusts λ slowly
 }
 
@@ -70,6 +70,7 @@ def _train_logged(name: str, folder: str) -> Any:
         model,
         max_steps=-1,
         max_epochs=max_epochs,
+        limit_val_batches=1,
         logger=[TensorBoardLogger(folder, name="tb"), CSVLogger(folder, name="csv")],
         log_every_n_steps=1,
         callbacks=[monitor, ErrorMonitor(per_layer=True), numbers],
