@@ -26,8 +26,7 @@ from tests.workers import on_workers, run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 NAN, INF = float("nan"), float("inf")
-STEPS = 15
-"""Each step takes a quarter of a second per worker, because the interpreter runs kernels by operation."""
+STEPS = 7  # a dense step, a payload beyond its capacity, sparse steps; each takes a quarter of a second per worker
 
 
 def fused(function):
