@@ -91,12 +91,12 @@ class Environment:
 
     Args:
         folder: folder of the environment.
-        is_lent: whether to use the dependencies of the current environment. This saves gigabytes, but does not prove
-            that the package declares all its dependencies.
+        is_lent: whether to use pip and the dependencies of the current environment. This saves gigabytes, but does not
+            prove that the package declares all its dependencies.
     """
 
     def __init__(self, folder: Path, *, is_lent: bool) -> None:
-        venv.create(folder, with_pip=True)
+        venv.create(folder, with_pip=not is_lent)
         self.folder = folder
         self.is_lent = is_lent
         self.python = str(folder / "bin" / "python")
