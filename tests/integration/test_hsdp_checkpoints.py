@@ -93,7 +93,7 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "unfrozen": (DRIFTS, StatelessUnfreezing, {"threshold": 0.02, "outer_optimizer": OUTER_ADAM}),
 }
 OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tensor_parallel_size": 2})}
-IN_ONE_FILE = ("gradients", "gradients, share of each layer", "drifts", "buffers", "SparseLoCo", "late", *OF_EIGHT)
+IN_ONE_FILE = ("gradients", "gradients, share of each layer", "density", "buffers", "SparseLoCo", "late", *OF_EIGHT)
 """Settings with all kinds of saved state; Lightning's own strategy cannot resume a stateless one from a file either."""
 
 
