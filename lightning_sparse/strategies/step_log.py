@@ -99,19 +99,13 @@ class NumberLog:
         is_overridden = getattr(module.log, "__func__", None) is not _LOG  # an overridden log gets every number
         if on_step and is_ours and not is_overridden:
             results.update_metrics(key, tensor, 1)
-        else:
-            # At the end of an epoch, Lightning warns without sync_dist. batch_size avoids a search through the batch.
-            # enable_graph differs from the default, although the tensor has no graph, so that Lightning rejects a
-            # user's metric with an equal name.
-            module.log(
-                name,
-                tensor,
-                enable_graph=True,
-                on_step=on_step,
-                on_epoch=not on_step,
-                sync_dist=not on_step,
-                batch_size=1,
-            )
+            return key
+        # At the end of an epoch, Lightning warns without sync_dist. batch_size avoids a search through the batch.
+        # enable_graph differs from the default, although the tensor has no graph, so that Lightning rejects a user's
+        # metric with an equal name.
+        module.log(
+            name, tensor, enable_graph=True, on_step=on_step, on_epoch=not on_step, sync_dist=not on_step, batch_size=1
+        )
         if not on_step or key not in results:
             return None
         self.entries[key] = results[key]
