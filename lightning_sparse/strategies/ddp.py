@@ -49,8 +49,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         # Lightning flushes the first static-graph iteration once per strategy object, but a second fit has one too.
         self._pl_static_graph_delay_done = False
         # Before DDP is made: if sizes differ, DDP raises on all workers except rank 0, which hangs.
-        assert self.model is not None
-        require_agreement(parameter_settings(self.model) | {"worker_state": self.worker_state})
+        require_agreement(parameter_settings(self._module) | {"worker_state": self.worker_state})
         super().configure_ddp()
 
     @override

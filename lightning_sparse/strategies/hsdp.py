@@ -109,11 +109,10 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
 
     @override
     def _own_optimizers(self, averager: Averager, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        assert self.model is not None
         states = {}
         for at, optimizer in enumerate(self.optimizers if self.worker_state == "full" else []):
             if optimizer.state:  # otherwise torch would create it by a step
-                states[str(at)] = get_optimizer_state_dict(self.model, optimizer)
+                states[str(at)] = get_optimizer_state_dict(self._module, optimizer)
         if averager.workers.rank != 0 and self._save_distributed_checkpoint:
             checkpoint["optimizer_states"] = []  # rank 0's replica writes the states that any strategy reads
         return states

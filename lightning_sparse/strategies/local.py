@@ -148,10 +148,9 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        assert self.model is not None
         require_agreement({"worker_state": self.worker_state})
         self._follow(
-            SparseModelAverager(self.model, self.sparsifier, self._options, per_layer_stats=self.per_layer_stats)
+            SparseModelAverager(self._module, self.sparsifier, self._options, per_layer_stats=self.per_layer_stats)
         )
 
     @override

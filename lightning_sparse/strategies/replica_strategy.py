@@ -88,8 +88,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
                 "Scaled losses (precision='16-mixed') are not supported between replicas of shards. Use "
                 "precision='bf16-mixed' or 'bf16-true', or fully_shard(…, mp_policy=MixedPrecisionPolicy(…))."
             )
-        assert self.model is not None
-        reshard(self.model)  # after validation, optimizers would be made for gathered parameters
+        reshard(self._module)  # after validation, optimizers would be made for gathered parameters
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -129,8 +128,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        assert self.model is not None
-        reshard(self.model)  # later optimizers must not be made for gathered parameters
+        reshard(self._module)  # later optimizers must not be made for gathered parameters
 
     @override
     def teardown(self) -> None:
