@@ -32,8 +32,6 @@ _VECTORS = {
     "AVX2": ["-mavx2", "-mfma"],
 }
 SUBNORMAL = 5e-324
-
-
 _TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}
 
 

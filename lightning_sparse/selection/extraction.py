@@ -30,13 +30,7 @@ from lightning_sparse.selection.numbers import (
 )
 from lightning_sparse.selection.own_sums import keep_small_sums, put_back
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun, exceed
-from lightning_sparse.sparsifiers.protocol import (
-    MarkingSparsifier,
-    Selection,
-    Sparsifier,
-    in_order,
-    require_marks,
-)
+from lightning_sparse.sparsifiers.protocol import MarkingSparsifier, Selection, Sparsifier, in_order, require_marks
 
 
 class Extraction:
