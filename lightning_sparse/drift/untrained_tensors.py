@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.exchange.buffers import without_wait
+from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.workers import Workers
 
 WORD_BYTES = 8
@@ -155,9 +155,9 @@ def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
     """Return every word's position in its tensor, from 1 on, and the tensor's index."""
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     places = torch.cat([torch.arange(1, count + 1) for count in counts])
-    return without_wait(places, device), without_wait(owners, device)
+    return copy_to_device(places, device), copy_to_device(owners, device)
 
 
 @lru_cache(maxsize=64)
 def _sizes(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    return without_wait(torch.tensor(sizes, dtype=torch.float64), device)
+    return copy_to_device(torch.tensor(sizes, dtype=torch.float64), device)

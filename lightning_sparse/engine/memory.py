@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.grouping import in_logical_order, in_memory_order, kept_dtype, real_numel
-from lightning_sparse.exchange.buffers import let_go
+from lightning_sparse.exchange.buffers import record_current_stream
 from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
@@ -112,7 +112,7 @@ class ResidualMemory:
             if name in self._loaded:
                 loaded = self._loaded.pop(name)
                 committed[start:end] = loaded
-                let_go(loaded)
+                record_current_stream(loaded)
             elif name in self._places:
                 former, *span = self._places[name]
                 if not former.is_zero:
@@ -152,8 +152,8 @@ class _Bucket:
         if self.committed is self.back_buffer or self.pending:
             return
         if self._swap() or not self.in_back_buffer:
-            let_go(self.committed)
-            let_go(self.back_buffer)
+            record_current_stream(self.committed)
+            record_current_stream(self.back_buffer)
             self.back_buffer = self.back_buffer.new_empty(0)
 
     def _swap(self) -> bool:

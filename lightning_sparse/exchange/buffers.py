@@ -23,7 +23,7 @@ class Buffers:
     def forget(self) -> None:
         """Free all memory, except that of tensors in use."""
         for key in list(self._held):
-            self._drop(key)
+            record_current_stream(self._held.pop(key))
 
     def end_step(self) -> None:
         """Free memory after every PATIENCE steps that did not need it."""
@@ -31,7 +31,7 @@ class Buffers:
         if self._steps % PATIENCE == 0:
             for key, held in list(self._held.items()):
                 if 4 * self._most.get(key, 0) < held.numel():
-                    self._drop(key)
+                    record_current_stream(self._held.pop(key))
             self._most.clear()
 
     def take(self, name: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,17 +42,14 @@ class Buffers:
         if key in self._held and self._held[key].numel() < numel:
             # Free it before allocating the larger tensor. The tensor has 50 % reserve, so that a slowly growing density
             # does not allocate in every step.
-            self._drop(key)
+            record_current_stream(self._held.pop(key))
             capacity += numel // 2
         if key not in self._held:
             self._held[key] = torch.empty(capacity, dtype=dtype, device=device)
         return self._held[key][:numel]
 
-    def _drop(self, key: tuple[object, torch.dtype, torch.device]) -> None:
-        let_go(self._held.pop(key))
 
-
-def let_go(tensor: Tensor) -> None:
+def record_current_stream(tensor: Tensor) -> None:
     """Delay the reuse of memory that is about to be freed until this stream has finished with it.
 
     By default, the allocator considers only the stream that allocated the tensor.
@@ -61,11 +58,11 @@ def let_go(tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def without_wait(table: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on another device, without waiting for the copy."""
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor on a device, without waiting for the copy."""
     if device.type == "cuda":
-        return table.pin_memory().to(device, non_blocking=True)  # a copy from unpinned memory would wait
-    return table.to(device)
+        return tensor.pin_memory().to(device, non_blocking=True)  # a copy from unpinned memory would wait
+    return tensor.to(device)
 
 
 def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:

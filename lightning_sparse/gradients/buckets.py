@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from lightning_sparse.engine.grouping import real_numel, require_strides
-from lightning_sparse.exchange.buffers import without_wait
+from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -194,7 +194,7 @@ class ParameterUse:
         if not self.allows_unused:
             return None
         used = [float(name in self._used) for name in layout.names]
-        marks = without_wait(torch.tensor(used + [0.0] * len(used), dtype=torch.float64), device)
+        marks = copy_to_device(torch.tensor(used + [0.0] * len(used), dtype=torch.float64), device)
         for place, name in enumerate(layout.names, len(used)):
             if name in self._old:
                 marks[place] = self._old[name].any()  # also of NaN

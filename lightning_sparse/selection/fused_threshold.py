@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.buffers import without_wait
+from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS as ELEMENTS_PER_END
 from lightning_sparse.exchange.routes.shipment import Shipment
 from lightning_sparse.kernels import launch, tl
@@ -122,7 +122,7 @@ def _threshold_tables(
         threshold, excess = (torch.full((1,), number, dtype=dtype, device=device) for number in numbers[0])
         return threshold, excess, None, None  # filled on the device, without a copy
     thresholds, excesses = (
-        without_wait(torch.tensor(part, dtype=dtype), device) for part in zip(*numbers, strict=True)
+        copy_to_device(torch.tensor(part, dtype=dtype), device) for part in zip(*numbers, strict=True)
     )
     return thresholds, excesses, *_edge_tables(tuple(run.start for run in runs if run.start < run.end), size, device)
 
@@ -132,4 +132,4 @@ def _edge_tables(starts: tuple[int, ...], size: int, device: torch.device) -> tu
     edges = torch.tensor(starts)
     blocks = torch.arange(0, size + BLOCK_ELEMENTS, BLOCK_ELEMENTS)
     first_run = torch.searchsorted(edges, blocks, right=True, out_int32=True) - 1
-    return without_wait(edges, device), without_wait(first_run, device)
+    return copy_to_device(edges, device), copy_to_device(first_run, device)

@@ -188,7 +188,7 @@ def _replace_kernels_and_workers(num_workers: int, *, has_kernels: bool) -> None
     """Replace kernels and workers by functions that return at once."""
     torch.Tensor.pin_memory = lambda self: self  # needs a driver
     ddp_buckets.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
-    buffers.let_go = memory.let_go = lambda tensor: None
+    buffers.record_current_stream = memory.record_current_stream = lambda tensor: None
     for module in (adding, gather, extraction):
         module.is_available = lambda device: has_kernels
     for module in (fused_threshold, adding):
