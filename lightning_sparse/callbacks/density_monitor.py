@@ -12,7 +12,7 @@ from lightning_sparse.callbacks.metrics import AverageDensity
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.callbacks.step_times import StepTimes
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.sparsifiers.protocol import asked_density, require_count
+from lightning_sparse.sparsifiers.protocol import require_count, target_density
 from lightning_sparse.strategies.advice import shortened
 from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
@@ -63,7 +63,7 @@ class DensityMonitor(StepMonitor):
         strategy = trainer.strategy
         if not isinstance(strategy, SparseStrategy):
             return
-        self._target_density = asked_density(strategy.sparsifier)
+        self._target_density = target_density(strategy.sparsifier)
         self._averages = strategy.state.kind.removesuffix("s")
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
         self._times = StepTimes()

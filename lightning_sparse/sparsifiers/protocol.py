@@ -243,7 +243,7 @@ def require_sparsifier(value: object) -> None:
         raise TypeError(f"Expected a sparsifier such as HardThreshold(density=0.01), got {value!r}.")
 
 
-def asked_density(sparsifier: Sparsifier) -> float | None:
+def target_density(sparsifier: Sparsifier) -> float | None:
     """Return a sparsifier's target density, or None."""
     density: Any = getattr(sparsifier, "density", None)
     return float(density) if is_number(density) else None

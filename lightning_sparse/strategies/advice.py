@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
-from lightning_sparse.sparsifiers.protocol import asked_density
+from lightning_sparse.sparsifiers.protocol import target_density
 
 ENOUGH_STEPS = 200
 """Exchanges before a check of the share of dense buckets, and without a payload before a warning."""
@@ -70,7 +70,7 @@ class Advice:
             self._report("alone", text, "troubleshooting")
         if self._num_workers == 1 or self._sends_all:
             return
-        density = asked_density(self._sparsifier)
+        density = target_density(self._sparsifier)
         times_sent = num_exchanges * (density or inf)
         # Ignores the latency of messages, which a sparse exchange has too.
         dense_seconds = 8e-9 * 4 * self._num_elements * 2 * (self._num_workers - 1) / self._num_workers
@@ -155,7 +155,7 @@ class Advice:
             if has_grown:  # assumes that a residual without sent values is a random walk
                 fitting = sqrt(grown / (self._silent * stats.num_elements) / DEFAULT_DENSITY)
             remedy = f"Set threshold={min(fitting, now / 2):.2g} or density={DEFAULT_DENSITY}."
-            if asked_density(self._sparsifier) is not None:
+            if target_density(self._sparsifier) is not None:
                 remedy = "λ is being lowered."
             cause = f"λ={now:.3g} is too high{'' if has_grown else ' or gradients are 0'}. {remedy}"
         self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {cause}")
