@@ -224,10 +224,10 @@ def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str,
     """Return the workers' flat mean of each tensor on the CPU of rank 0. Collective."""
     # One tensor for all sums: another for each would take memory that messages keep for a while.
     largest = max(tensors.values(), key=Tensor.numel)
-    room = torch.empty(largest.numel(), dtype=torch.float64, device=largest.device)
+    buffer = torch.empty(largest.numel(), dtype=torch.float64, device=largest.device)
     means = {}
     for key, tensor in tensors.items():
-        total = room[: tensor.numel()].copy_(tensor.flatten())
+        total = buffer[: tensor.numel()].copy_(tensor.flatten())
         workers.all_reduce(total).wait()
         if workers.rank == 0:
             means[key] = total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True)
@@ -263,10 +263,10 @@ def put_in_place(path: Path) -> None:
 
     A kill leaves one of the two, or both between the renames: ``.NAME.whole`` and ``.NAME.old``.
     """
-    whole, old = (path.with_name(f".{path.name}.{ending}") for ending in ("whole", "old"))
-    shutil.rmtree(whole, ignore_errors=True)
+    complete, old = (path.with_name(f".{path.name}.{ending}") for ending in ("whole", "old"))
+    shutil.rmtree(complete, ignore_errors=True)
     try:
-        part_of(path).rename(whole)
+        part_of(path).rename(complete)
     except FileNotFoundError:  # another node has the same disk, and was first
         return
     shutil.rmtree(old, ignore_errors=True)
@@ -274,5 +274,5 @@ def put_in_place(path: Path) -> None:
         path.rename(old)
     else:
         path.unlink(missing_ok=True)
-    whole.rename(path)
+    complete.rename(path)
     shutil.rmtree(old, ignore_errors=True)

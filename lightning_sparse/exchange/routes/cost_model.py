@@ -51,8 +51,8 @@ class Forecast(NamedTuple):
 
     def capacity(self, limit: int) -> int:
         """Return the capacity for the next step, a multiple of CAPACITY_STEP; at most ``limit`` rounded up."""
-        room = max(self.mean, self.last) + SLACK_DEVIATIONS * self.deviation
-        return aligned(min(max(SMALLEST_CAPACITY, round(room)), limit))
+        padded = max(self.mean, self.last) + SLACK_DEVIATIONS * self.deviation
+        return aligned(min(max(SMALLEST_CAPACITY, round(padded)), limit))
 
 
 def require_link(link_gbit_s: float | None) -> None:

@@ -68,8 +68,8 @@ class ReduceScatterShipment(GatherShipment):
         self._slice_elements = slice_elements(self.format.num_elements, self.workers.num_workers)
         self._parcel_format = PayloadFormat(self._slice_elements, self.format.wire)
         self._average_format = PayloadFormat(self._slice_elements, Wire(self.out.dtype))
-        self._room = self._slice_elements if self.union_capacity is None else self.union_capacity
-        sparse_bytes = self._average_format.payload_bytes(self._room)
+        self._average_capacity = self._slice_elements if self.union_capacity is None else self.union_capacity
+        sparse_bytes = self._average_format.payload_bytes(self._average_capacity)
         self._is_sparse = sparse_bytes < self._slice_elements * self.out.itemsize
 
     @property
@@ -95,10 +95,10 @@ class ReduceScatterShipment(GatherShipment):
         self.work.wait()
         mean = self.take("slice", self._slice_elements, self.out.dtype).zero_()
         average(self._parcel_format, self._received, mean, self.buffers, by_senders=self.by_senders)
-        union = self.keep_sums(mean, self._room) if self.thresholds_sums else mean.count_nonzero()
+        union = self.keep_sums(mean, self._average_capacity) if self.thresholds_sums else mean.count_nonzero()
         part = mean
         if self._is_sparse:
-            part = self.take("average", self._average_format.payload_bytes(self._room), torch.uint8)
+            part = self.take("average", self._average_format.payload_bytes(self._average_capacity), torch.uint8)
             self._average_format.fill_marked(part, mean, mean)
         self._averages = self.take("averages", self.workers.num_workers * part.numel(), part.dtype)
         self.work = self.workers.all_gather(self._averages, part)
@@ -117,7 +117,7 @@ class ReduceScatterShipment(GatherShipment):
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Restart as a gather of payloads if a capacity was exceeded."""
         exceeded = (header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)
-        is_exceeded = bool(exceeded.any()) or (self._is_sparse and max(sizes) > self._room)
+        is_exceeded = bool(exceeded.any()) or (self._is_sparse and max(sizes) > self._average_capacity)
         if self.thresholds_sums:  # the residuals hold all finite values that exceeded a capacity
             if is_exceeded and header[:, NON_FINITE].any():
                 self.out[:1] = nan
