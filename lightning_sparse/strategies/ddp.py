@@ -35,12 +35,12 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """
 
     state: SparseState | None
-    _takes: ClassVar[type] = GradientOptions
+    _options_class: ClassVar[type] = GradientOptions
     _options: GradientOptions
     _lightning_arguments = ddp_arguments
 
     def __init__(self, sparsifier: Sparsifier, *, gradient_as_bucket_view: bool | None = None, **kwargs: Any) -> None:
-        self._options = self._taken(GradientOptions, kwargs)
+        self._options = self._make_options(GradientOptions, kwargs)
         self._view = gradient_as_bucket_view  # a command line passes DDP's default as if the user had chosen it
         super().__init__(sparsifier, **kwargs)
 
@@ -76,7 +76,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             optimizers=lambda: self.optimizers,
             per_layer_stats=self.per_layer_stats,
         )
-        self._follow(state)
+        self._begin_fit(state)
         state.pending_gradients.on_step.append(weak_method(self._after_any_step))
 
     @override

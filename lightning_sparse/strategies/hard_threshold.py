@@ -22,12 +22,12 @@ class HardThresholdStrategy(SparseStrategy):
         TypeError: an argument is unknown.
     """
 
-    _takes: ClassVar[type] = HardThreshold
+    _options_class: ClassVar[type] = HardThreshold
 
     def __init__(self, *, threshold: float | None = None, density: float | None = None, **kwargs: Any) -> None:
         if threshold is None and density is None and isinstance(self, LocalTraining):
             density = 0.01
-        super().__init__(self._taken(HardThreshold, kwargs, threshold=threshold, density=density), **kwargs)
+        super().__init__(self._make_options(HardThreshold, kwargs, threshold=threshold, density=density), **kwargs)
 
 
 class DDPHardThresholdStrategy(HardThresholdStrategy, SparseDDPStrategy):

@@ -38,18 +38,18 @@ class SparseHSDPStrategy(ReplicaStrategy):
     """
 
     state: ShardExchange | None
-    _takes: ClassVar[type] = ExchangeOptions
+    _options_class: ClassVar[type] = ExchangeOptions
     _options: ExchangeOptions
     _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
-        self._options = self._taken(ExchangeOptions, kwargs)
+        self._options = self._make_options(ExchangeOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
 
     @override
-    def _follow(self, state: Any) -> None:
-        super()._follow(state)
+    def _begin_fit(self, state: Any) -> None:
+        super()._begin_fit(state)
         self._awaits_step = False
         state.observed_steps.on_begin = weak_method(self._before_any_step)
         state.observed_steps.on_step = weak_method(self._after_any_step)

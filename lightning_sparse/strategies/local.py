@@ -30,19 +30,19 @@ class LocalTraining(SparseStrategy):
     """Uses the mean of all workers' weights in validation and after ``fit``."""
 
     state: SparseModelAverager | None
-    _takes: ClassVar[type] = DriftOptions
+    _options_class: ClassVar[type] = DriftOptions
     _options: DriftOptions
     _call_each_step = "step() after"
     _why_not: str | None = None
     """The reason why the weights of the checkpoint that is being written are not the mean."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
-        self._options = self._taken(DriftOptions, kwargs)
+        self._options = self._make_options(DriftOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
 
     @override
-    def _follow(self, state: Any) -> None:
-        super()._follow(state)
+    def _begin_fit(self, state: Any) -> None:
+        super()._begin_fit(state)
         state.observed_steps.on_step = weak_method(self._after_any_step)
 
     @override
@@ -149,7 +149,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         require_agreement({"worker_state": self.worker_state})
-        self._follow(
+        self._begin_fit(
             SparseModelAverager(self._module, self.sparsifier, self._options, per_layer_stats=self.per_layer_stats)
         )
 

@@ -37,29 +37,29 @@ _DDP = dict(inspect.signature(DistributedDataParallel).parameters)
 class TakesOptions(Strategy):
     """Adds options from ``**kwargs`` to a subclass's signature and docstring."""
 
-    _takes: ClassVar[type]
-    """The class whose parameters the ``__init__`` of the class with this attribute takes as ``**kwargs``."""
-    _leaves_out: ClassVar[frozenset[str]] = frozenset()
-    """Parameters of this class that are not options of the strategy."""
+    _options_class: ClassVar[type]
+    """The class of the options that the ``__init__`` of the same class takes as ``**kwargs``."""
+    _excluded_options: ClassVar[frozenset[str]] = frozenset()
+    """Parameters of ``_options_class`` that the strategy does not have."""
     _own_doc: ClassVar[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._own_doc = vars(cls).get("__doc__") or ""
-        if "_takes" in vars(cls):
+        if "_options_class" in vars(cls):
             init: Any = vars(cls)["__init__"]
             shown = dict(inspect.signature(init).parameters)
-            for name, parameter in inspect.signature(cls._takes).parameters.items():
-                if name not in cls._leaves_out:
+            for name, parameter in inspect.signature(cls._options_class).parameters.items():
+                if name not in cls._excluded_options:
                     shown.setdefault(name, parameter.replace(kind=Parameter.KEYWORD_ONLY))
             init.__signature__ = _signature(shown.values())  # jsonargparse looks at the function
         signature = _signature(_parameters(cls))
         cls.__signature__ = signature  # type: ignore[attr-defined]
         cls.__doc__ = _documentation(cls, signature.parameters.values())
 
-    def _taken(self, options: type[Options], arguments: dict[str, Any], **others: Any) -> Options:
-        """Make options from their arguments, which are removed from ``arguments``."""
-        names = inspect.signature(options).parameters.keys() - self._leaves_out
+    def _make_options(self, options: type[Options], arguments: dict[str, Any], **others: Any) -> Options:
+        """Return options made of their arguments, which are removed from ``arguments``."""
+        names = inspect.signature(options).parameters.keys() - self._excluded_options
         return options(**others, **{name: arguments.pop(name) for name in names & arguments.keys()})
 
 
@@ -87,8 +87,8 @@ def _documentation(cls: type, parameters: Iterable[Parameter]) -> str:
     sections = _sections(vars(cls)["_own_doc"])
     entries: dict[str, str] = {}
     for base in _classes(cls):
-        taken, own_doc = vars(base).get("_takes", object), vars(base).get("_own_doc", "")
-        for doc in (own_doc, *(source.__doc__ for source in reversed(taken.__mro__))):
+        options_class, own_doc = vars(base).get("_options_class", object), vars(base).get("_own_doc", "")
+        for doc in (own_doc, *(source.__doc__ for source in reversed(options_class.__mro__))):
             entries = _entries(doc or "") | entries
         if "Raises:" in (inherited := _sections(own_doc)):
             sections.setdefault("Raises:", inherited["Raises:"])

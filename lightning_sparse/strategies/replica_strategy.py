@@ -96,7 +96,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             self.state.close()  # not at the end of its fit, which a checkpoint may follow
         require_agreement({"worker_state": self.worker_state, "in one file": not self._save_distributed_checkpoint})
         mesh = self.device_mesh["replicate"]
-        self._follow(
+        self._begin_fit(
             self._averager_class(self.model, mesh, self.sparsifier, self._options, per_layer_stats=self.per_layer_stats)
         )
         self._save_barrier = SaveBarrier(Workers(None, self.global_rank, self.world_size))
@@ -106,7 +106,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         is_stateless = not optimizer.state
-        with self._nothing_counts():
+        with self._ignoring_steps():
             state = super().optimizer_state(optimizer)
         if is_stateless:
             optimizer.state.clear()  # torch has created it, by a step with lr 0
@@ -118,7 +118,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self._module.zero_grad()  # with gradients, torch would not create the optimizer states that it loads
-        with self._nothing_counts():
+        with self._ignoring_steps():
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *others, **options)
             if is_fitting:
                 path = Path(self.broadcast(checkpoint_path))

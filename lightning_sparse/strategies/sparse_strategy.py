@@ -81,8 +81,8 @@ class SparseStrategy(TakesOptions):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def _follow(self, state: Any) -> None:
-        """Log the exchanges of a new ``fit`` and report likely problems."""
+    def _begin_fit(self, state: Any) -> None:
+        """Use the averager of a new ``fit``: log its exchanges and report likely problems."""
         self.state, self.averagers = state, [state]
         self.step_log = StepLog(state)
         self._advice = Advice(state, is_sharded=isinstance(self, ModelParallelStrategy))
@@ -90,8 +90,8 @@ class SparseStrategy(TakesOptions):
     # Steps.
 
     @contextmanager
-    def _nothing_counts(self) -> Iterator[None]:
-        """Ignore optimizer steps inside the context, which do not bypass Lightning."""
+    def _ignoring_steps(self) -> Iterator[None]:
+        """Do not count optimizer steps inside the context as steps that bypass Lightning."""
         before, self._is_stepping = self._is_stepping, True
         try:
             yield
@@ -100,7 +100,7 @@ class SparseStrategy(TakesOptions):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with self._nothing_counts():
+        with self._ignoring_steps():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._after_step()
         return output

@@ -117,7 +117,7 @@ class DamagedLoader(Callback):
     def load(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         strategy: Any = trainer.strategy
         if "HSDP" in type(strategy).__name__:
-            with strategy._nothing_counts():
+            with strategy._ignoring_steps():
                 restore(strategy.averagers, checkpoint[KEY], path=Path(self.path))
         else:
             strategy.load_optimizer_state_dict(checkpoint)

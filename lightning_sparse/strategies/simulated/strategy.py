@@ -64,8 +64,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     strategy_name = "simulated_workers"
     state: SimulatedWorker | None
-    _takes: ClassVar[type] = GradientOptions
-    _leaves_out = frozenset({"error_feedback", "link_gbit_s"})
+    _options_class: ClassVar[type] = GradientOptions
+    _excluded_options = frozenset({"error_feedback", "link_gbit_s"})
     _options: GradientOptions
     _turns: Turns
     _random_numbers: RandomNumbers
@@ -82,7 +82,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         require_count("num_workers", num_workers)
         if exchange == "hierarchical":
             raise ValueError("Got exchange='hierarchical', but simulated workers have no nodes. Use 'gather'.")
-        self._options = self._taken(GradientOptions, kwargs, exchange=exchange)
+        self._options = self._make_options(GradientOptions, kwargs, exchange=exchange)
         if isinstance(own_attributes, str) or not all(isinstance(name, str) for name in own_attributes):
             raise TypeError(f"Invalid {own_attributes=}. Must be a list of names, such as ['hidden_state'].")
         super().__init__(sparsifier, **kwargs)
@@ -131,7 +131,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self.workers = SimulatedWorkers(
             self.num_workers, self.sparsifier, trained, self._options, per_layer_stats=self.per_layer_stats
         )
-        self._follow(self.workers.each[0])
+        self._begin_fit(self.workers.each[0])
         self.averagers = self.workers.each
 
     @override
