@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine.optimizer_steps import StepObserver, changes_weights
+from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, changes_weights
 
 MOST_UNSEEN = 20
 """Steps of an optimizer without a call of ``averager.step()`` before a warning."""
@@ -19,7 +19,7 @@ LOST_STEP = (
 )
 
 
-class ObservedSteps(StepObserver):
+class ObservedSteps(ParameterStepObserver):
     """Rejects lost steps, and warns about missing calls unless a strategy calls ``averager.step()`` in ``on_step``.
 
     Args:

@@ -18,24 +18,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of ``Optimizer.step``; the first positional one is the optimizer itself."""
-_followers: weakref.WeakKeyDictionary["StepFollower", None] = weakref.WeakKeyDictionary()
+_observers: weakref.WeakKeyDictionary["StepObserver", None] = weakref.WeakKeyDictionary()
 """In the order of registration."""
 _hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 
-class StepFollower(ABC):
-    """An object that is notified of steps until it is closed or deleted."""
+class StepObserver(ABC):
+    """Is notified of the steps of all optimizers until it is closed or deleted."""
 
     def __init__(self) -> None:
-        _followers[self] = None
+        _observers[self] = None
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_steps_begin))
             _hooks.append(register_optimizer_step_post_hook(_steps_end))
 
     def close(self) -> None:
         """Stop observing steps."""
-        _followers.pop(self, None)
-        if not _followers:
+        _observers.pop(self, None)
+        if not _observers:
             for hook in _hooks:
                 hook.remove()
             _hooks.clear()
@@ -50,15 +50,15 @@ class StepFollower(ABC):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _steps_begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     changed = None
-    for follower in list(_followers):
-        changed = follower._step_begins(optimizer, changed or (args, kwargs)) or changed
+    for observer in list(_observers):
+        changed = observer._step_begins(optimizer, changed or (args, kwargs)) or changed
     return changed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _steps_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for follower in list(_followers):
-        follower._step_ends(optimizer)
+    for observer in list(_observers):
+        observer._step_ends(optimizer)
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class StepObserver(StepFollower):
+class ParameterStepObserver(StepObserver):
     """Observes each optimizer step on given parameters.
 
     An optimizer that wraps another (Lookahead, SAM) counts as one optimizer. Steps inside a backward, by hooks of

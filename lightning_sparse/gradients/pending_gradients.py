@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.optimizer_steps import Arguments, StepFollower, UnexchangedParameters, weak_method
+from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, weak_method
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
 PATIENCE = 20
@@ -46,7 +46,7 @@ def _mark_of(parameter: Tensor, gradient: Tensor) -> _Mark:
     return _Mark(gradient.data_ptr(), gradient._version, parameter._version)
 
 
-class PendingGradients(StepFollower):
+class PendingGradients(StepObserver):
     """Commits or rolls back residuals according to a DDP module's optimizer steps.
 
     Args:
@@ -68,15 +68,15 @@ class PendingGradients(StepFollower):
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._memories = memories
         self.pending: set[str] = set()
-        self._waiting: set[str] = set()
+        self._pending_anywhere: set[str] = set()
         self._committed_at: dict[str, int] = {}
         self._owners: dict[str, int] = {}
         self._marks: dict[str, _Mark] = {}
         self._norms: dict[str, Tensor] = {}
-        self._has_waited = False
+        self._began_with_pending = False
         self._unexchanged: UnexchangedParameters | None = None
-        self._watch: list[torch.utils.hooks.RemovableHandle] = []
-        self._has_looked = self._is_changing = False
+        self._backward_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._has_checked = self._is_changing = False
         self._num_exchanges = self._num_steps = self._rolled_back_without_a_step = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         super().__init__()
@@ -100,7 +100,7 @@ class PendingGradients(StepFollower):
 
     def close(self) -> None:
         """Stop observing steps."""
-        _remove(self._watch)
+        _remove(self._backward_hooks)
         super().close()
         _remove(self._hooks)
 
@@ -124,14 +124,14 @@ class PendingGradients(StepFollower):
         """Search for missing gradients now and at the first gradient of the backward."""
         if not self.pending:
             return
-        self._has_waited = True
-        self._look()
-        self._has_looked = False
-        if not self._watch:
+        self._began_with_pending = True
+        self._roll_back_missing()
+        self._has_checked = False
+        if not self._backward_hooks:
             # On all parameters, to run before the first gradient is added and before DDP handles unused parameters.
             # Not on the tensors, because torch.autograd.grad calls their hooks but adds no gradient.
-            self._watch += [
-                get_gradient_edge(parameter).node.register_prehook(self._gradient_comes)
+            self._backward_hooks += [
+                get_gradient_edge(parameter).node.register_prehook(self._before_gradient)
                 for parameter in self._parameters.values()
                 if parameter.requires_grad
             ]
@@ -146,58 +146,58 @@ class PendingGradients(StepFollower):
     def backward_has_ended(self) -> None:
         """Store gradients after a backward in which no callback could be queued."""
         if self.pending and not self._marks:
-            self._note()
+            self._note_gradients_and_norms()
 
     def begin_exchange(self) -> None:
         """Roll back pending changes without a gradient, at the first bucket."""
-        if self.pending and not self._has_looked:
-            self._look()  # this backward used no pending parameter
+        if self.pending and not self._has_checked:
+            self._roll_back_missing()  # this backward used no pending parameter
 
     def end_exchange(self, used: set[str], used_by_any: set[str]) -> None:
         """Make changes pending after all gradients have been exchanged.
 
         The names are those of parameters that this worker's backward, or any worker's, used.
         """
-        _remove(self._watch)
+        _remove(self._backward_hooks)
         self._num_exchanges += 1
         self.pending |= used
-        self._waiting |= used_by_any
+        self._pending_anywhere |= used_by_any
         self._marks.clear()
         self._norms.clear()
         # In a static graph's first iteration Lightning flushes DDP's buckets after the backward.
         with suppress(RuntimeError):
             # DDP writes averages at the end of backward, in a callback that it queues after this one.
-            _at_end_of_backward(lambda: _at_end_of_backward(self._note))
+            _at_end_of_backward(lambda: _at_end_of_backward(self._note_gradients_and_norms))
 
     def commit_all(self) -> None:
         """Commit all pending changes."""
         self._change(set(self.pending), commits=True)
-        self._advance(set(self._waiting))
+        self._end_step(set(self._pending_anywhere))
 
     def roll_back_all(self) -> None:
         """Roll back all pending changes, even of an interrupted backward."""
         self._change(set(self._parameters), commits=False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _note(self) -> None:
+    def _note_gradients_and_norms(self) -> None:
         """Store all pending gradients after DDP has written the averages."""
         self.note_gradients()
-        if self._has_waited or self._num_exchanges <= CAREFUL_EXCHANGES:
+        if self._began_with_pending or self._num_exchanges <= CAREFUL_EXCHANGES:
             gradients = {name: self._parameters[name].grad for name in self.pending}
             found = {name: gradient.detach() for name, gradient in gradients.items() if gradient is not None}
             # Norms are read, which synchronises with a GPU, only if a gradient is zero later.
             self._norms = dict(zip(found, torch._foreach_norm(list(found.values())), strict=True)) if found else {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _gradient_comes(self, _: Any) -> None:
-        if not self._has_looked:
-            self._look()
+    def _before_gradient(self, _: Any) -> None:
+        if not self._has_checked:
+            self._roll_back_missing()
             # Without an exchange (``no_sync``), autograd adds to the gradient, which is not a change by the user.
             _at_end_of_backward(self.note_gradients)
 
-    def _look(self) -> None:
+    def _roll_back_missing(self) -> None:
         """Roll back pending changes of parameters with a missing gradient."""
-        self._has_looked = True
+        self._has_checked = True
         gone: set[str] = set()
         changed: dict[int | None, dict[str, Tensor]] = {}
         for name in self.pending:
@@ -257,15 +257,15 @@ class PendingGradients(StepFollower):
         # An optimizer skips parameters without a gradient. Some optimizers drop gradients after the update.
         stepped = {name for name in self.pending & owned if not self._was_skipped(name)}
         self._change(stepped, commits=True)
-        self._advance(self._waiting & owned)
+        self._end_step(self._pending_anywhere & owned)
 
     def _was_skipped(self, name: str) -> bool:
         parameter, mark = self._parameters[name], self._marks.get(name)
         return parameter.grad is None and (mark is None or mark.weight_version == parameter._version)
 
-    def _advance(self, names: set[str]) -> None:
+    def _end_step(self, names: set[str]) -> None:
         self._committed_at.update(dict.fromkeys(names, self._num_exchanges))
-        self._waiting -= names
+        self._pending_anywhere -= names
         self._num_steps += 1
         if self._num_steps == PATIENCE and (unowned := sorted(self.pending - self._owners.keys())):
             listed = ", ".join(unowned[:3]) + (", …" if len(unowned) > 3 else "")

@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.engine.optimizer_steps import StepObserver, UnexchangedParameters, changes_weights
+from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, UnexchangedParameters, changes_weights
 
 MOST_EMPTY_CALLS = 20
 """Consecutive calls without a gradient before the warning."""
 
 
-class StepsOnAverages(StepObserver):
+class StepsOnAverages(ParameterStepObserver):
     """Warns once about a misplaced or repeated call of ``average_gradients``."""
 
     def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:
