@@ -81,16 +81,14 @@ class Engine:
         self.workers = self.exchange.workers
         # As text, because a checkpoint may not support the types in a custom sparsifier's settings.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
-        self._chosen = copy.deepcopy(sparsifier)
-        self.sparsifier: Sparsifier = self._chosen
+        self._saved_sparsifier = self.sparsifier = copy.deepcopy(sparsifier)
+        calibrator_of = partial(Calibrator, speaks=self.workers.rank == 0, keeps_rest=options.keeps_rest)
+        self._saved_calibrator = self.calibrator = calibrator_of(self.sparsifier)
         if workers is None and self.workers.num_workers == 1 and self.exchange.has_shortcut:  # nothing to exchange
+            # Checkpoints still contain the given sparsifier's λ and history, for a resume on several workers.
             self.sparsifier, options = Dense(), replace(options, value_dtype="float32")
+            self.calibrator = calibrator_of(self.sparsifier)
         self.options = options
-        is_first = self.workers.rank == 0
-        # A single worker keeps the chosen sparsifier's λ and history for a resume on several workers.
-        self._kept = self.calibrator = Calibrator(self._chosen, speaks=is_first, keeps_rest=options.keeps_rest)
-        if self.sparsifier is not self._chosen:
-            self.calibrator = Calibrator(self.sparsifier, speaks=is_first, keeps_rest=options.keeps_rest)
         self.last_step: StepStats | None = None
         self.next_step = 0
         self.wait_seconds = 0.0
@@ -203,18 +201,15 @@ class Engine:
             receiver(stats)
 
     def set_threshold(self, threshold: float) -> Mapping[str, Any]:
-        """Set λ from the next step on, and return the numbers of a ``mark`` that change.
-
-        A single worker keeps λ for a resume on several workers.
-        """
-        self._kept.set_threshold(threshold)
-        return self._kept.state_dict()
+        """Set λ from the next step on, and return the numbers of a ``mark`` that change."""
+        self._saved_calibrator.set_threshold(threshold)
+        return self._saved_calibrator.state_dict()
 
     def reset(self) -> None:
         """Return to the state before the first step."""
-        self._kept.begin()
+        self._saved_calibrator.begin()
         self.exchange.load_state_dict({})
-        self._chosen.load_state_dict({})
+        self._saved_sparsifier.load_state_dict({})
         self.last_step = self.epoch = None
         self.next_step = 0
 
@@ -222,7 +217,7 @@ class Engine:
         """Return the current state for a later ``snapshot``. Cheap enough for every step."""
         return {
             "settings": self._settings,
-            **self._kept.state_dict(),
+            **self._saved_calibrator.state_dict(),
             "last_step": self.last_step,
             "next_step": self.next_step,
             "exchange": self.exchange.state_dict(),
@@ -233,9 +228,9 @@ class Engine:
         numbers = dict(self.mark() if mark is None else mark)
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))
-        sparsifier: object = self._chosen.state_dict(numbers["next_step"])
+        sparsifier: object = self._saved_sparsifier.state_dict(numbers["next_step"])
         if other := type(sparsifier).__name__ if not isinstance(sparsifier, dict) else not_plain(sparsifier):
-            name = type(self._chosen).__name__
+            name = type(self._saved_sparsifier).__name__
             raise TypeError(f"{name}.state_dict returned {other}. Return a dict of plain values.")
         history = {"exchange": numbers.pop("exchange"), "sparsifier": sparsifier}
         return Snapshot(numbers, history)
@@ -248,8 +243,8 @@ class Engine:
         """
         saved, history = snapshot.numbers, snapshot.history
         if saved["settings"] == self._settings:
-            self._kept.load_state_dict(saved)
-            self._chosen.load_state_dict(history.get("sparsifier", {}))
+            self._saved_calibrator.load_state_dict(saved)
+            self._saved_sparsifier.load_state_dict(history.get("sparsifier", {}))
             self.epoch = None
         elif self.workers.rank == 0:
             say_other_sparsifier(self._settings, saved["settings"])
