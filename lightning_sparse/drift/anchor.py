@@ -78,20 +78,20 @@ class DriftBucket(FlatBucket):
     """The drift of an anchored bucket, which is formed unless compiled functions form it on the way.
 
     Attributes:
-        of: the bucket.
+        anchored: the bucket of its parameters and anchor.
         decay: factor on unsent values of the previous exchange; 0 if the weights contain them.
         start: the weights at the start of an exchange during which they change.
     """
 
-    of: AnchorBucket = field(kw_only=True)
+    anchored: AnchorBucket = field(kw_only=True)
     decay: float = field(kw_only=True)
     start: Tensor | None = field(kw_only=True)
 
     @override
     def form(self) -> None:
         self.weights = None
-        torch.sub(self.of.anchor, self.of.read(self.gradient), out=self.gradient)
-        kept = self.of.kept.mul_(self.decay) if self.decay else self.of.kept.zero_()
+        torch.sub(self.anchored.anchor, self.anchored.read(self.gradient), out=self.gradient)
+        kept = self.anchored.kept.mul_(self.decay) if self.decay else self.anchored.kept.zero_()
         self.residual = Residual(kept, kept)
         assert self.notes is not None
         self.notes[0] = _largest(self.gradient)
@@ -100,7 +100,7 @@ class DriftBucket(FlatBucket):
     def whole(self, dtype: torch.dtype) -> Tensor:
         if self.weights is None:
             return super().whole(dtype)
-        return torch.sub(self.of.anchor, self.of.read(torch.empty_like(self.of.anchor))).to(dtype)
+        return torch.sub(self.anchored.anchor, self.anchored.read(torch.empty_like(self.anchored.anchor))).to(dtype)
 
 
 def _largest(values: Tensor) -> Tensor:

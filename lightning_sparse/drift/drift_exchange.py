@@ -79,7 +79,7 @@ class DriftExchange:
                 is_last,
                 notes=notes,
                 weights=bucket.weights() if keeps_in_weights else None,
-                of=bucket,
+                anchored=bucket,
                 decay=0.0 if self.options.keep_drift else self.options.drift_decay,
                 start=bucket.read(torch.empty_like(bucket.drift)) if self.options.overlap else None,
             )
@@ -115,7 +115,7 @@ class DriftExchange:
             self._num_compared = int(most)
         self._move_anchor(exchanged)
         for drift in exchanged:
-            bucket = drift.of
+            bucket = drift.anchored
             if drift.weights is not None:
                 if not drift.has_moved:
                     bucket.subtract(drift.average)
@@ -132,11 +132,11 @@ class DriftExchange:
     def _move_anchor(self, exchanged: list[DriftBucket]) -> None:
         for drift in exchanged:
             if self.outer is not None:
-                averages = drift.of.by_name(drift.average)
-                for name, part in drift.of.parts.items():
+                averages = drift.anchored.by_name(drift.average)
+                for name, part in drift.anchored.parts.items():
                     part.grad = averages[name]
             elif drift.weights is None:
-                drift.of.anchor.sub_(drift.average)
+                drift.anchored.anchor.sub_(drift.average)
         if self.outer is not None:
             self.outer.step()
             self.outer.zero_grad()
