@@ -63,11 +63,11 @@ def restore(
         warn_of_incomplete(first.kind, saved["why_incomplete"])
         return {}
     is_same = saved["world_size"] == first.workers.num_workers
-    saved, source = _opened(saved, path, first.kind)
+    saved, source = _open_tensors(saved, path, first.kind)
     if not is_same and (first.kind == "drifts" or saved["workers"] or saved["files"]):
         now, start = first.workers.num_workers, STARTS_OF_OTHERS[first.kind]
         rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved['world_size']}: {start}.")
-    is_changed = _say_changed_model(source, first)
+    is_changed = _warn_of_changed_model(source, first)
     if first.forgets:
         warn_of_forgotten(saved["unsent_norm"])
     extra: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def restore(
         snapshot = Snapshot(saved["numbers"], history, extra=extra)
         snapshot.shared = {kind: _parts(source, SHARED, kind, averager) for kind in kinds}
         if not averager.forgets:
-            snapshot.own = _own(source, averager, is_same=is_same)
+            snapshot.own = _own_tensors(source, averager, is_same=is_same)
         averager.restore(snapshot)
     if is_changed:  # own optimizer states would not fit
         return {name: value for name, value in extra.items() if name != "optimizer_states"}
@@ -129,7 +129,7 @@ def _filled(target: Any, saved: Any) -> Any:
     return saved
 
 
-def _opened(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Mapping[str, Any], SavedTensors]:
+def _open_tensors(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Mapping[str, Any], SavedTensors]:
     """Return the content and its tensors; warn if tensors are missing."""
     if saved["files"]:
         if path is not None:
@@ -153,7 +153,7 @@ def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> 
     return history, extras[averager.workers.rank] if extras else {}
 
 
-def _own(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
+def _own_tensors(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
     """Return a worker's tensors, or the mean of unsent ones over the checkpoint's workers."""
     own = str(averager.workers.rank)
     is_own = is_same and source.num_workers == averager.workers.num_workers
@@ -179,7 +179,7 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
     return {name: local(part).flatten() for name, part in parts.items()}
 
 
-def _say_changed_model(source: SavedTensors, averager: Averager) -> bool:
+def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
     """Return whether the model has changed; warn of saved parameters that it lacks, and of those not saved."""
     unsent = source.shapes("0", "unsent")
     sizes = {name: shape.numel() for name, shape in (unsent or source.shapes(SHARED, "anchor")).items()}

@@ -181,7 +181,7 @@ def collect(
         norms = [norm for of_workers in of_ranks for norm, _ in of_workers]
         content["unsent_norm"] = hypot(*norms) / sqrt(num_workers) or None
         content["extras"] = [[extras for _, extras in of_workers] for of_workers in of_ranks]
-    shared, own = _laid_out(averager, snapshot.shared), _laid_out(averager, kept)
+    shared, own = _like_parameters(averager, snapshot.shared), _like_parameters(averager, kept)
     own |= {OPTIMIZERS: optimizers} if optimizers else {}
     if folder is not None:
         content["shared"] = {kind: {} for kind in shared}
@@ -196,7 +196,7 @@ def collect(
     return content
 
 
-def _laid_out(averager: Averager, tensors: Tensors) -> dict[str, Any]:
+def _like_parameters(averager: Averager, tensors: Tensors) -> dict[str, Any]:
     """Return flat parts as tensors that are sharded like their parameters."""
     parameters = averager.parameters
     return {

@@ -247,13 +247,13 @@ class Engine:
             self._saved_sparsifier.load_state_dict(history.get("sparsifier", {}))
             self.epoch = None
         elif self.workers.rank == 0:
-            say_other_sparsifier(self._settings, saved["settings"])
+            log_other_settings(self._settings, saved["settings"])
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])
         self.next_step = saved["next_step"]
         self.exchange.load_state_dict(history.get("exchange", {}))
 
 
-def say_other_sparsifier(settings: Mapping[str, str], before: Mapping[str, str]) -> None:
+def log_other_settings(settings: Mapping[str, str], before: Mapping[str, str]) -> None:
     """Log the sparsifier settings that differ from the checkpoint's."""
     names = [name for name in {**before, **settings} if settings.get(name) != before.get(name)]
     now, then = (", ".join(f"{name}={known.get(name, '(default)')}" for name in names) for known in (settings, before))

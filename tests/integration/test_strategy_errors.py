@@ -29,7 +29,7 @@ from lightning_sparse import (
     paper_threshold,
 )
 from lightning_sparse.engine.averager import warn_of_patterns
-from lightning_sparse.engine.engine import say_other_sparsifier
+from lightning_sparse.engine.engine import log_other_settings
 from lightning_sparse.strategies import register_strategies
 from tests.integration.models import messages_of
 
@@ -224,7 +224,7 @@ def test_a_resume_reports_only_changed_settings() -> None:
     messages: list[str] = []
     with messages_of(messages):
         for current, before in ((0, 1), (2, 0), (0, 3)):
-            say_other_sparsifier(settings[current], settings[before])
+            log_other_settings(settings[current], settings[before])
     differences = [message.partition("checkpoint's: ")[2] for message in messages]
     assert differences[0].startswith(
         "density=0.1, threshold=None instead of density=None, threshold=0.5. The new settings apply;"
