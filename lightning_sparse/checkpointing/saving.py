@@ -61,7 +61,7 @@ def is_in_trouble() -> bool:
     return any(name.endswith("signal_connector") for name in callers)
 
 
-def together(
+def run_together(
     averager: SparseState | SparseModelAverager,
     timeout: timedelta | None,
     obstacles: Sequence[str],
@@ -118,14 +118,14 @@ def collect_together(
     Args:
         averager: this worker's.
         worker_state: whether the content holds every worker's state, or only as much as one worker has.
-        timeout: see ``together``.
-        obstacles: see ``together``.
+        timeout: see ``run_together``.
+        obstacles: see ``run_together``.
         why_not: why no tensors can be saved, if a warning has given the reason already.
         extra: further plain values of this worker.
     """
     if why_not is None and kinds_of(averager, worker_state):
-        collect_apart = partial(collect, averager, worker_state=worker_state, extra=extra)
-        content, why_not = together(averager, timeout, obstacles, collect_apart, "gathering them")
+        collect_in_group = partial(collect, averager, worker_state=worker_state, extra=extra)
+        content, why_not = run_together(averager, timeout, obstacles, collect_in_group, "gathering them")
         if content is not None:
             return content
     return collect(averager, averager.workers, worker_state, why_not=why_not)

@@ -20,7 +20,7 @@ class ThreadWorkers:
     def __init__(self, num_workers: int) -> None:
         self._barrier = Barrier(num_workers)
         self._parts: list[Any] = [None] * num_workers
-        self.workers = [_InProcess(None, rank, num_workers, self) for rank in range(num_workers)]
+        self.workers = [_ThreadWorker(None, rank, num_workers, self) for rank in range(num_workers)]
         self._threads = ThreadPoolExecutor(num_workers)  # its threads end with this object
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
@@ -44,7 +44,7 @@ class ThreadWorkers:
             raise
 
     @contextmanager
-    def swap(self, rank: int, part: Any) -> Iterator[list[Any]]:
+    def gather_parts(self, rank: int, part: Any) -> Iterator[list[Any]]:
         """Yield the parts of all workers in rank order. Workers leave the context after all have read the parts."""
         self._parts[rank] = part
         self._barrier.wait()
@@ -53,31 +53,31 @@ class ThreadWorkers:
 
 
 @dataclass(frozen=True)
-class _InProcess(Workers):
+class _ThreadWorker(Workers):
     """A worker in a thread. Sums are in rank order, with the same bits on all workers."""
 
     threads: ThreadWorkers = field(repr=False, compare=False)
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
-        with self.threads.swap(self.rank, part) as parts:
+        with self.threads.gather_parts(self.rank, part) as parts:
             torch.stack(parts, out=out.view(self.num_workers, *part.shape))
         return Pending()
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
-        with self.threads.swap(self.rank, parts.view(self.num_workers, -1)) as parts_of_all:
+        with self.threads.gather_parts(self.rank, parts.view(self.num_workers, -1)) as parts_of_all:
             torch.stack([given[self.rank] for given in parts_of_all], out=out.view(self.num_workers, -1))
         return Pending()
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         total = torch.zeros_like(tensor)
-        with self.threads.swap(self.rank, tensor) as tensors:
+        with self.threads.gather_parts(self.rank, tensor) as tensors:
             for given in tensors:
                 total += given
         tensor.copy_(total)
         return Pending()
 
     def gather_objects_to_first(self, local_value: Any) -> list[Any]:
-        with self.threads.swap(self.rank, local_value) as parts:
+        with self.threads.gather_parts(self.rank, local_value) as parts:
             return [*parts] if self.rank == 0 else []
 
     @cached_property

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.saving import collect_together, is_in_trouble, together
+from lightning_sparse.checkpointing.saving import collect_together, is_in_trouble, run_together
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import weak_method
@@ -172,7 +172,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
-        return together(averager, self._timeout, self._obstacles(averager), averager.shared.mean, "averaging weights")
+        obstacles = self._obstacles(averager)
+        return run_together(averager, self._timeout, obstacles, averager.shared.mean, "averaging weights")
 
     def _obstacles(self, averager: SparseModelAverager) -> list[str]:
         """Return reasons why drifts cannot be saved now, in equal words on all workers."""

@@ -120,11 +120,11 @@ def test_an_exception_of_one_thread_ends_all_threads(threads, kind):
 
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
 def test_no_thread_changes_its_part_before_the_slowest_has_read_it(threads, collective, monkeypatch):
-    swap = threads.swap
+    gather_parts = threads.gather_parts
 
     @contextmanager
     def slowly(rank, part):
-        with swap(rank, part) as found:
+        with gather_parts(rank, part) as found:
             time.sleep(0.1 * rank)
             yield found
 
@@ -134,7 +134,7 @@ def test_no_thread_changes_its_part_before_the_slowest_has_read_it(threads, coll
         part.fill_(-1.0)
         return out.tolist()
 
-    monkeypatch.setattr(threads, "swap", slowly)
+    monkeypatch.setattr(threads, "gather_parts", slowly)
     assert threads.run(gives) == [[1.0, 2.0, 3.0]] * 3
 
 
