@@ -76,6 +76,7 @@ class SparseModelAverager(Averager):
     """
 
     kind = "drifts"
+    observed_steps: ObservedSteps
     _advice_for_others = "begin with the mean of all files' weights"
 
     def __init__(

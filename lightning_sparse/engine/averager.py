@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import local, real_numel
 from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.optimizer_steps import ParameterStepObserver
 from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed, unsent_norm, warn_of_forgotten
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.workers import Workers
@@ -39,12 +40,14 @@ class Averager:
         is_exchanging: whether an exchange is running or was interrupted.
         replica: the ranks among which a model is sharded; only this rank if it is not sharded.
         place: this rank and the number of ranks, as ``state_dict`` saves them.
+        observed_steps: the steps of optimizers on these parameters; None for DDP's buckets and simulated workers.
     """
 
     kind: ClassVar[str]
     residuals: ResidualMemory
     is_exchanging = False
     replica = Workers(None, 0, 1)
+    observed_steps: ParameterStepObserver | None = None
     _advice_for_others = "begin without it"
     _parameters: Mapping[str, Tensor]
     _mark: Mapping[str, Any] | None = None

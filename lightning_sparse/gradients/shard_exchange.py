@@ -107,6 +107,7 @@ class ShardExchange(Averager):
     """
 
     kind = "gradients"
+    observed_steps: StepsOnAverages
     _advice_for_others = "begin with residuals of zero"
 
     def __init__(

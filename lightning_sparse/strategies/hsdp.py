@@ -52,7 +52,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
         super()._begin_fit(state)
         self._awaits_step = False
         state.observed_steps.on_begin = weak_method(self._before_any_step)
-        state.observed_steps.on_step = weak_method(self._after_any_step)
 
     # Gradients are exchanged after backward, before clipping and the optimizer step.
 

@@ -15,7 +15,6 @@ from typing_extensions import override
 from lightning_sparse.checkpointing.saving import collect_together, is_in_trouble, run_together
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.sparsifiers.protocol import Sparsifier
@@ -39,11 +38,6 @@ class LocalTraining(SparseStrategy):
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._make_options(DriftOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
-
-    @override
-    def _begin_fit(self, state: Any) -> None:
-        super()._begin_fit(state)
-        state.observed_steps.on_step = weak_method(self._after_any_step)
 
     @override
     def _after_step(self) -> None:

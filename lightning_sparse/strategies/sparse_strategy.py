@@ -20,6 +20,7 @@ from lightning_sparse.checkpointing.content import KEY, WorkerState, empty_conte
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.checkpointing.saving import WholeFileCheckpointIO, collect_together
 from lightning_sparse.engine.averager import Averager
+from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
 from lightning_sparse.engine.snapshot import seal_of, sealed
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier, require_word
@@ -82,10 +83,12 @@ class SparseStrategy(TakesOptions):
         return self.lightning_module
 
     def _begin_fit(self, state: Any) -> None:
-        """Use the averager of a new ``fit``: log its exchanges and report likely problems."""
+        """Use the averager of a new ``fit``: log its exchanges, report likely problems and observe steps."""
         self.state, self.averagers = state, [state]
         self.step_log = StepLog(state)
         self._advice = Advice(state, is_sharded=isinstance(self, ModelParallelStrategy))
+        if state.observed_steps is not None:
+            state.observed_steps.on_step = weak_method(self._after_any_step)
 
     # Steps.
 
