@@ -80,7 +80,7 @@ class ErrorMonitor(StepMonitor):
 
 def _add_histograms(trainer: Trainer, kinds: Sequence[str], bucket: FlatBucket) -> None:
     residual = bucket.residual.before
-    compensated = bucket.whole(residual.dtype)
+    compensated = bucket.compensated(residual.dtype)
     averaged = compensated if len(kinds) == 1 else compensated - residual  # a drift contains its residual
     for name, start, end in bucket.layout.spans():
         for kind in kinds:

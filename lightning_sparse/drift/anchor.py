@@ -97,9 +97,9 @@ class DriftBucket(FlatBucket):
         self.notes[0] = _largest(self.gradient)
 
     @override
-    def whole(self, dtype: torch.dtype) -> Tensor:
+    def compensated(self, dtype: torch.dtype) -> Tensor:
         if self.weights is None:
-            return super().whole(dtype)
+            return super().compensated(dtype)
         return torch.sub(self.anchored.anchor, self.anchored.read(torch.empty_like(self.anchored.anchor))).to(dtype)
 
 

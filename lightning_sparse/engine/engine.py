@@ -150,7 +150,7 @@ class Engine:
             buckets = list(buckets)
             dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda dtype: dtype.itemsize)
             num_elements = sum(bucket.layout.num_elements for bucket in buckets)
-            parts = [partial(bucket.whole, dtype) for bucket in buckets]
+            parts = [partial(bucket.compensated, dtype) for bucket in buckets]
             self.sparsifier.survey(WholeStep(parts, num_elements, dtype))
         for bucket in buckets:
             self.add(bucket)

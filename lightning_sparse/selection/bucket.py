@@ -89,13 +89,13 @@ class FlatBucket:
             pieces.append(ThresholdRun(inf, start, end) if is_left_out else run._replace(start=start, end=end))
         return pieces
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
+    def compensated(self, dtype: torch.dtype) -> Tensor:
         """Return a new tensor with p, and 0 for left-out layers: shape (layout.num_elements,)."""
         before = self.residual.before
-        whole = compensate(Residual(before, torch.empty_like(before)), self.gradient, self.loss_scale)
+        compensated = compensate(Residual(before, torch.empty_like(before)), self.gradient, self.loss_scale)
         for start, end in self.left_out:
-            whole[start:end] = 0
-        return whole.to(dtype)
+            compensated[start:end] = 0
+        return compensated.to(dtype)
 
 
 def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None) -> Tensor:

@@ -79,7 +79,7 @@ class Extraction:
             bucket.form()
         squared_gradient_norm: float | Tensor = 0.0
         if measures_gradient:
-            gradient = bucket.gradient if bucket.weights is None else bucket.whole(bucket.gradient.dtype)
+            gradient = bucket.gradient if bucket.weights is None else bucket.compensated(bucket.gradient.dtype)
             squared_gradient_norm = squared_norm(gradient)
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
@@ -237,7 +237,7 @@ class Extraction:
         """Take the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
         anchor, residual, _ = bucket.residual
         if bucket.weights is not None:
-            residual = bucket.whole(residual.dtype)
+            residual = bucket.compensated(residual.dtype)
         first = payload_format.unpack(payload, residual.dtype)
         # Coordinates ascend. Before the last in the payload, values of at least λ are remainders of rounding.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0

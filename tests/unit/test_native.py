@@ -184,15 +184,15 @@ def test_native_functions_take_values_out_of_weights(sizes, data):
     plain = FlatBucket(0, layout, drift.clone(), Residual(torch.zeros_like(drift), kept), is_last=True)
     expected, header_of_plain = filled(plain)
     parts = [part.clone() for part in weights.split(sizes)]
-    in_place = FlatBucket(0, layout, torch.empty_like(anchor), Residual(anchor.clone(), anchor), is_last=True)
-    in_place.weights, in_place.notes, in_place.whole = native.Parts(parts), torch.zeros(1), lambda _: drift.clone()
-    sent, header = filled(in_place)
+    moved = FlatBucket(0, layout, torch.empty_like(anchor), Residual(anchor.clone(), anchor), is_last=True)
+    moved.weights, moved.notes, moved.compensated = native.Parts(parts), torch.zeros(1), lambda _: drift.clone()
+    sent, header = filled(moved)
     weights = torch.where(sparsifier.mark(drift, layout), anchor - kept, weights)
     same((sent, torch.cat(parts)), (expected, weights))
     exact = [0, 2] if capacity is not None and header[0] > capacity else [0, 1, 2]
     same((header[exact],), (header_of_plain[exact],))
     torch.testing.assert_close(header[3:], header_of_plain[3:], rtol=1e-4, atol=1e-70, equal_nan=True)
-    torch.testing.assert_close(in_place.notes[0], drift.abs().max(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(moved.notes[0], drift.abs().max(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("by_senders", [False, True])
