@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_sparse.drift.drift_exchange import DriftExchange, drifting
+from lightning_sparse.drift.drift_exchange import DriftExchange, trained_parameters
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensors
@@ -101,7 +101,7 @@ class SparseModelAverager(Averager):
                 "The module is sharded (fully_shard, or tensor parallelism). For replicas of shards use "
                 "ShardModelAverager(module, mesh['replicate'], …), or LocalHSDPHardThresholdStrategy."
             )
-        weights = drifting(dict(module.named_parameters()))
+        weights = trained_parameters(dict(module.named_parameters()))
         if not weights:
             raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")
         require_one_device(weights)

@@ -212,7 +212,7 @@ class DriftExchange:
                 "Change layers, shard and prune before fit, or before you make the averager; then resume from a "
                 "checkpoint."
             )
-        new = drifting(named, but=self.anchored)
+        new = trained_parameters(named, excluded=self.anchored)
         if self.anchored and new:
             shown = ", ".join(sorted(new)[:3]) + (", …" if len(new) > 3 else "")
             rank_zero_info(
@@ -245,10 +245,10 @@ class DriftExchange:
                 self.outer.add_param_group({"params": anchors})
 
 
-def drifting(named: Mapping[str, Tensor], *, but: Collection[str] = ()) -> dict[str, Tensor]:
+def trained_parameters(named: Mapping[str, Tensor], *, excluded: Collection[str] = ()) -> dict[str, Tensor]:
     """Return nonempty parameters that require a gradient, except the given names."""
     return {
         name: parameter
         for name, parameter in named.items()
-        if parameter.requires_grad and parameter.numel() and name not in but
+        if parameter.requires_grad and parameter.numel() and name not in excluded
     }

@@ -23,17 +23,17 @@ class Calibrator:
 
     Args:
         sparsifier: the sparsifier whose λ the calibrator sets.
-        speaks: whether to log the calibrated λ and to warn about a late calibration.
+        logs: whether to log the calibrated λ and to warn about a late calibration.
         keeps_rest: whether unsent values stay in the residual. If not, the residual is always zero, so the calibrator
             ignores it.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, speaks: bool, keeps_rest: bool) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, logs: bool, keeps_rest: bool) -> None:
         self._sparsifier: HardThreshold | None = None
         if isinstance(sparsifier, HardThreshold) and not isinstance(sparsifier, Dense):
             self._sparsifier = sparsifier
         self._name = type(sparsifier).__name__
-        self._speaks = speaks
+        self._logs = logs
         self._keeps_rest = keeps_rest
         self.begin()
 
@@ -87,7 +87,7 @@ class Calibrator:
             calibration, self._running = self._running, None
             threshold = calibration.threshold(stats.num_elements)
             self._sparsifier.fix_threshold(threshold)
-            if self._speaks:
+            if self._logs:
                 rank_zero_info(
                     f"lightning_sparse: calibrated the threshold to {threshold:.6g} over {calibration.measured_steps} "
                     f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} elements."
@@ -99,7 +99,7 @@ class Calibrator:
                 f"No threshold can be calibrated: gradients are finite, but ‖g‖² overflowed in {self._observed_steps} "
                 "steps. Scale the loss down, or give threshold=… instead of density=…"
             )
-        if self._speaks:
+        if self._logs:
             rank_zero_warn(
                 f"lightning_sparse: no threshold after {self._observed_steps} steps, so everything is sent. "
                 f"Calibration needs {calibration.steps} steps with a finite ‖g‖², at least one above 0. It observed "

@@ -74,7 +74,7 @@ def test_residuals_of_sent_values_do_not_count_as_unsent():
 
 def test_the_density_stays_at_its_target():
     sparsifier = HardThreshold(density=0.05, overshoot=0.5, calibration_steps=3)
-    calibrator = Calibrator(sparsifier, speaks=False, keeps_rest=True)
+    calibrator = Calibrator(sparsifier, logs=False, keeps_rest=True)
     layout, generator = LayerLayout(("a",), (4000,)), torch.Generator().manual_seed(0)
     residual, densities = torch.zeros(4000), []
     for step in range(600):

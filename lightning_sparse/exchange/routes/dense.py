@@ -51,11 +51,11 @@ class DenseStepsShipment(Shipment):
         self.is_dense = True
         wire, n = self.format.wire, self.workers.num_workers
         num_padded = slice_elements(self.out.numel(), n) * n
-        parcels = self.take("parcels", num_padded, wire.storage)
-        parcels[: self.out.numel()].copy_(wire.encoded(self.out))
-        self._received = self.take("received parcels", num_padded, wire.storage)
-        self.work = self.workers.all_to_all(self._received.view(torch.uint8), parcels.view(torch.uint8))
-        self.sent_bytes += parcels.nbytes
+        slices = self.take("slices", num_padded, wire.storage)
+        slices[: self.out.numel()].copy_(wire.encoded(self.out))
+        self._received = self.take("received slices", num_padded, wire.storage)
+        self.work = self.workers.all_to_all(self._received.view(torch.uint8), slices.view(torch.uint8))
+        self.sent_bytes += slices.nbytes
 
     def prepare(self) -> None:
         """Sum this worker's slice and issue its gather."""

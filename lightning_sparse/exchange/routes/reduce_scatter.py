@@ -66,7 +66,7 @@ class ReduceScatterShipment(GatherShipment):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._slice_elements = slice_elements(self.format.num_elements, self.workers.num_workers)
-        self._parcel_format = PayloadFormat(self._slice_elements, self.format.wire)
+        self._slice_format = PayloadFormat(self._slice_elements, self.format.wire)
         self._average_format = PayloadFormat(self._slice_elements, Wire(self.out.dtype))
         self._average_capacity = self._slice_elements if self.union_capacity is None else self.union_capacity
         sparse_bytes = self._average_format.payload_bytes(self._average_capacity)
@@ -80,13 +80,13 @@ class ReduceScatterShipment(GatherShipment):
 
     def start(self) -> None:
         """Issue the all-to-all of the slices' coordinates."""
-        n, size = self.workers.num_workers, self._parcel_format.payload_bytes(self.slice_capacity)
-        parcels = self.take("parcels", size * n, torch.uint8)
-        received = self.take("received parcels", size * n, torch.uint8)
-        self._pack(parcels.view(n, size))
+        n, size = self.workers.num_workers, self._slice_format.payload_bytes(self.slice_capacity)
+        slices = self.take("slices", size * n, torch.uint8)
+        received = self.take("received slices", size * n, torch.uint8)
+        self._pack(slices.view(n, size))
         self._received = received.view(n, size)
-        self.work = self.workers.all_to_all(received, parcels)
-        self.sent_bytes += parcels.nbytes
+        self.work = self.workers.all_to_all(received, slices)
+        self.sent_bytes += slices.nbytes
         if not self.is_cleared:
             self.out.zero_()  # overlaps with the all-to-all
 
@@ -94,7 +94,7 @@ class ReduceScatterShipment(GatherShipment):
         """Average this worker's slice, issue its gather and return the number of coordinates in the slice."""
         self.work.wait()
         mean = self.take("slice", self._slice_elements, self.out.dtype).zero_()
-        average(self._parcel_format, self._received, mean, self.buffers, by_senders=self.by_senders)
+        average(self._slice_format, self._received, mean, self.buffers, by_senders=self.by_senders)
         union = self.keep_sums(mean, self._average_capacity) if self.thresholds_sums else mean.count_nonzero()
         part = mean
         if self._is_sparse:
@@ -127,8 +127,8 @@ class ReduceScatterShipment(GatherShipment):
             super().start()
             super().send_overflow(header, sizes)
 
-    def _pack(self, parcels: Tensor) -> None:
-        """Copy the payload's coordinates into one parcel per slice, without their number on the host."""
+    def _pack(self, slices: Tensor) -> None:
+        """Copy the payload's coordinates into one payload per slice, without their number on the host."""
         indices, values = self.format.unpack_padded(self.payload, self.out.dtype)
         bounds = torch.arange(self.workers.num_workers + 1, device=indices.device) * self._slice_elements
         starts = torch.searchsorted(indices, bounds.clamp(max=self.format.num_elements))
@@ -136,9 +136,9 @@ class ReduceScatterShipment(GatherShipment):
         is_used = places < starts[1:, None]
         places = places.clamp_(max=indices.numel() - 1)
         # Unused positions get an index beyond the slice and all blocks, so no block counts them.
-        beyond = self._parcel_format.num_blocks * BLOCK_ELEMENTS
+        beyond = self._slice_format.num_blocks * BLOCK_ELEMENTS
         local = torch.where(is_used, indices[places] - bounds[:-1, None], beyond)
-        self._parcel_format.fill(parcels, Selection(local, values[places]))
+        self._slice_format.fill(slices, Selection(local, values[places]))
         if self.thresholds_sums:
             owners = indices.div(self._slice_elements, rounding_mode="floor").clamp_(max=self.workers.num_workers - 1)
             rank_in_slice = torch.arange(indices.numel(), device=indices.device) - starts[owners]

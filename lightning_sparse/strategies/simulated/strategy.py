@@ -212,7 +212,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         if self._has_run:
             refuse("closures that are called several times per step, as by LBFGS or SAM")
         self._has_run = True
-        self._turns.share_what_hooks_set()
+        self._turns.share_replaced_attributes()
         results = self._module.trainer._results
         assert results is not None
         output: STEP_OUTPUT = None

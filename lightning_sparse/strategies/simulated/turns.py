@@ -64,7 +64,7 @@ class Turns:
         for own in self._own:
             own.gradients, own.buffers = {}, {}
 
-    def share_what_hooks_set(self) -> None:
+    def share_replaced_attributes(self) -> None:
         """Copy own attributes that hooks have replaced since rank 0's turn to all workers."""
         left = self._own[0].attributes
         changed = {name: value for name, value in self._attributes().items() if value is not left.get(name, self)}
