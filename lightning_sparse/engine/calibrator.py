@@ -41,7 +41,7 @@ class Calibrator:
         """Discard a calibrated λ and start a new calibration."""
         self._running: ThresholdCalibration | None = None
         self._controls: dict[str, DensityControl] = {}  # by layer, "" is the model
-        self._open: StepStats | None = None
+        self._unconfirmed: StepStats | None = None
         self._observed_steps = 0
         sparsifier = self._sparsifier
         if sparsifier is not None and sparsifier.density is not None:
@@ -64,7 +64,7 @@ class Calibrator:
         if self._sparsifier is None:
             raise TypeError(f"{self._name} has no λ to set. Use HardThreshold.")
         self._sparsifier.fix_threshold(threshold)
-        self._running = self._open = None
+        self._running = self._unconfirmed = None
 
     def observe(self, stats: StepStats, *, counts: bool = True) -> None:
         """Calibrate or adjust λ with the statistics of a step.
@@ -77,7 +77,7 @@ class Calibrator:
             if counts:
                 self._correct(stats, None)
             else:
-                self._open = stats
+                self._unconfirmed = stats
             return
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
@@ -112,11 +112,11 @@ class Calibrator:
 
         With one λ per layer, λ is adjusted once per layer. A single λ is adjusted once per step.
         """
-        if self._open is None or not names:
+        if self._unconfirmed is None or not names:
             return
-        self._correct(self._open, names)
+        self._correct(self._unconfirmed, names)
         if not self.needs_layers:
-            self._open = None  # a step adjusts a single λ only once
+            self._unconfirmed = None  # a step adjusts a single λ only once
 
     def _correct(self, stats: StepStats, names: Collection[str] | None) -> None:
         """Adjust λ, or with one λ per layer those of layers in ``names``; of all layers if that is None."""
@@ -157,7 +157,7 @@ class Calibrator:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the state of a calibrator whose sparsifier has the same settings."""
-        self._open = None
+        self._unconfirmed = None
         if self._sparsifier is not None and saved["threshold"] is not None:
             self._sparsifier.fix_threshold(saved["threshold"])
             self._sparsifier.fix_layers(saved["layer_thresholds"])

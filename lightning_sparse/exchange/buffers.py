@@ -17,7 +17,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._held: dict[tuple[object, torch.dtype, torch.device], Tensor] = {}
-        self._most: dict[tuple[object, torch.dtype, torch.device], int] = {}
+        self._peaks: dict[tuple[object, torch.dtype, torch.device], int] = {}
         self._steps = 0
 
     def forget(self) -> None:
@@ -30,14 +30,14 @@ class Buffers:
         self._steps += 1
         if self._steps % PATIENCE == 0:
             for key, held in list(self._held.items()):
-                if 4 * self._most.get(key, 0) < held.numel():
+                if 4 * self._peaks.get(key, 0) < held.numel():
                     record_current_stream(self._held.pop(key))
-            self._most.clear()
+            self._peaks.clear()
 
     def take(self, name: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor of shape (numel,); the same memory for the same name."""
         key = (name, dtype, device)
-        self._most[key] = max(numel, self._most.get(key, 0))
+        self._peaks[key] = max(numel, self._peaks.get(key, 0))
         capacity = numel
         if key in self._held and self._held[key].numel() < numel:
             # Free it before allocating the larger tensor. The tensor has 50 % reserve, so that a slowly growing density

@@ -204,7 +204,7 @@ class Exchange:
         for shipment, header, size in zip(shipments, headers, local_sizes, strict=True):
             all_sizes = [] if size is None else next(columns)
             shipment.send_overflow(header, all_sizes)
-            self._remember(shipment, header, all_sizes)
+            self._update_forecasts(shipment, header, all_sizes)
         for shipment in shipments:
             shipment.finish()
         sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + 8 * sum(part.numel() for part in numbers)
@@ -225,7 +225,7 @@ class Exchange:
         known = speeds(self.link_gbit_s, on_gpu=on_gpu, is_one_node=self._is_one_node)
         return costs.cheapest(selected.last, largest_slice, known)
 
-    def _remember(self, shipment: Shipment, header: Tensor, sizes: list[int]) -> None:
+    def _update_forecasts(self, shipment: Shipment, header: Tensor, sizes: list[int]) -> None:
         if not shipment.is_typical:
             return
         key, largest = (shipment.bucket, shipment.format.num_elements), header.amax(0)

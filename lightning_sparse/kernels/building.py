@@ -45,12 +45,13 @@ def build(source: Path, command: Sequence[str]) -> ctypes.CDLL:
             if _is_own(cached) and hashlib.sha256(content[:-32]).digest() == content[-32:]:
                 return ctypes.CDLL(str(cached))
         with suppress(OSError, subprocess.CalledProcessError):  # no disk space, or mounted noexec
-            return _make(source, command, folder, cached)
-    return _make(source, command, None, None)
+            return _compile(source, command, cached)
+    return _compile(source, command, None)
 
 
-def _make(source: Path, command: Sequence[str], folder: Path | None, cached: Path | None) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as part:
+def _compile(source: Path, command: Sequence[str], cached: Path | None) -> ctypes.CDLL:
+    """Compile and load a library, and put a copy with its checksum at ``cached``."""
+    with tempfile.TemporaryDirectory(prefix="building-", dir=None if cached is None else cached.parent) as part:
         built = Path(part) / "made.so"
         # In a separate folder, because other workers compile at the same time.
         arguments = [*command, "-o", str(built), str(source)]

@@ -65,7 +65,7 @@ def warm_up(device: torch.device, run: Callable[[], None]) -> None:
         run: launches all kernels of the training on scratch memory.
     """
     if is_available(device):
-        _try(device, run)
+        _run_or_disable(device, run)
 
 
 _disabled: set[torch.device] = set()
@@ -73,10 +73,10 @@ _disabled: set[torch.device] = set()
 
 @lru_cache(maxsize=64)
 def _can_build(device: torch.device) -> bool:
-    return _try(device, lambda: launch(_store_zero, 1, torch.zeros(1, dtype=torch.int32, device=device)))
+    return _run_or_disable(device, lambda: launch(_store_zero, 1, torch.zeros(1, dtype=torch.int32, device=device)))
 
 
-def _try(device: torch.device, run: Callable[[], None]) -> bool:
+def _run_or_disable(device: torch.device, run: Callable[[], None]) -> bool:
     """Return whether a run succeeds. If not, no more kernels run on the device, and a warning says why."""
     try:
         run()

@@ -87,7 +87,7 @@ def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
         wire_dtype in WIRES
         and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
         and _library() is not None
-        and _is_right()
+        and _passes_self_test()
     )
 
 
@@ -153,7 +153,7 @@ def _library() -> Any:
 
 @lru_cache(maxsize=1)
 @torch.inference_mode(mode=False)
-def _is_right() -> bool:
+def _passes_self_test() -> bool:
     """Return whether the compiled functions give the bits of tensor operations on special values."""
     special = torch.tensor([float("nan"), float("inf"), 0.5, -0.0, 1e-40, 3.39e38, -0.7, 0.1]).repeat(20)
     gradient, size = special.flip(0) + 0.3, special.numel()
