@@ -237,8 +237,8 @@ def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str,
 class WholeFileCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place and renames it when it is complete, so that a kill leaves the old one.
 
-    Lightning writes below TMPDIR and moves the file. From another file system that copies over the old checkpoint, and
-    a kill in the middle leaves neither. Addresses such as ``s3://…`` are left to Lightning.
+    Lightning writes below TMPDIR and moves the file. If TMPDIR is on another file system, the move copies over the old
+    checkpoint, and a kill in the middle leaves neither. Lightning itself writes to addresses such as ``s3://…``.
     """
 
     @override

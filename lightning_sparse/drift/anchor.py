@@ -75,7 +75,7 @@ class AnchorBucket(ParameterBucket):
 
 @dataclass
 class DriftBucket(FlatBucket):
-    """The drift of an anchored bucket, which is formed unless compiled functions form it on the way.
+    """The drift of an anchored bucket. ``form`` computes it, unless compiled functions do so while they select.
 
     Attributes:
         anchored: the bucket of its parameters and anchor.

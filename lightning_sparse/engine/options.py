@@ -31,10 +31,10 @@ class ExchangeOptions:
             that rounds. ``"int8"`` needs a sparsifier that rounds.
         exchange: route of the selected values. ``"gather"``: all-gather of every worker's values.
             ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
-            all. ``"sparse_sums"``: the same, but averages below λ / √n stay in the residual of the worker that computed
-            them, so bytes do not grow with the number of workers; for gradients and a hard threshold. ``"dense"``:
-            all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes. ``"auto"``:
-            gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
+            all. ``"sparse_sums"``: a reduce-scatter in which averages below λ / √n stay in the residual of the worker
+            that computed them, so bytes do not grow with the number of workers; for gradients and a hard threshold.
+            ``"dense"``: all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes.
+            ``"auto"``: gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
         link_gbit_s: rate at which a worker receives from other nodes, above 0, in Gbit/s, for ``exchange="auto"``: the
             rate of a node's network card, which a ring of workers crosses once. With sharded replicas, all ranks of a
             node receive at the same time, so divide the rate by their number. None assumes 10 Gbit/s on CPUs, and on

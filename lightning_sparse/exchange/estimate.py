@@ -16,8 +16,8 @@ DENSITIES = [digits * 10.0**power for power in range(-8, -1) for digits in range
 BUCKET_BYTES = 25 * 2**20
 """Default size of DDP's buckets."""
 CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT = 0.7e-9, 1.6e-9
-"""Seconds per element that a step takes longer than without DDP: with DDP and nothing exchanged, and with a threshold
-that hardly any coordinate reaches (benchmarks/results/step_time_bucket_view.json, one core of an AMD EPYC)."""
+"""Additional seconds per element relative to a step without DDP: of DDP without an exchange, and of a threshold that
+hardly any coordinate reaches (benchmarks/results/step_time_bucket_view.json, one core of an AMD EPYC)."""
 GPU_SPARSE_ELEMENT = 6e-12
 """Time to read gradient and residual and to write the residual at 2 TB/s. An H200 takes 3.4e-12."""
 
@@ -93,7 +93,7 @@ def estimate(
     upper bound.
 
     Args:
-        model: the module whose parameters with ``requires_grad`` are exchanged; or their number of elements.
+        model: the module, whose parameters with ``requires_grad`` are exchanged; or the number of their elements.
         num_workers: n, at least 2.
         gbit_per_s: rate at which a worker receives, above 0: that of a node's network card, divided by the ranks of a
             node if replicas are sharded.

@@ -57,7 +57,7 @@ class Wire:
 
     @property
     def scale(self) -> float:
-        """The quotient of a value and its number in the dtype."""
+        """The factor from a number in the dtype to its value."""
         return self.step * 512 if self.dtype == torch.float8_e4m3fn else self.step
 
     @property

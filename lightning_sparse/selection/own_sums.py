@@ -1,6 +1,6 @@
 """The threshold on sums: each worker sums one slice of a bucket, and keeps small sums in its own residual.
 
-The residual of the worker of a slice takes part in the sum and is not selected before, because it needs no message::
+The worker of a slice adds its own residual to the sum without a selection, because that needs no message::
 
     S = ((1/n) Σ_{i ≠ j} out_i) + p_j / n      of worker j, in its slice
     a = S where |S| >= λ / √n                  goes to all workers, as the average

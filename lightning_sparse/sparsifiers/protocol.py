@@ -109,8 +109,8 @@ def in_order(selection: Selection, num_elements: int, dtype: torch.dtype) -> Sel
 class Sparsifier(ABC):
     """Chooses which coordinates of a compensated gradient are sent.
 
-    A sparsifier is a function of the bucket and of what it learned of the step: it does not communicate and does not
-    change its input. Unselected values stay in the worker's residual.
+    The choice depends only on the bucket and on the arguments of earlier calls, such as `begin_step` and `observe`. A
+    sparsifier does not communicate or change its input. Unselected values stay in the worker's residual.
     """
 
     needs_averages: bool = False
@@ -124,12 +124,12 @@ class Sparsifier(ABC):
 
         Args:
             step: its number from 0, the same on all workers; a resumed run continues the count. It grows only after an
-                optimizer stepped: further and dropped backwards before that have the same number.
+                optimizer stepped. All backwards before that, even dropped ones, have the same number.
             rank: of this worker.
         """
         return
 
-    def survey(self, step: "WholeStep") -> None:
+    def survey(self, step: WholeStep) -> None:
         """Receive all compensated gradients of a step before ``select``, if ``needs_survey``."""
         return
 

@@ -75,7 +75,7 @@ def random_bits(layout: LayerLayout, device: torch.device, *, seed: int, step: i
 
 @lru_cache(maxsize=256)
 def _starts(layout: LayerLayout, device: torch.device, seed: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the number of each layer, to which an element's position in the bucket is added, and its size."""
+    """Return a starting number per layer, to which ``random_bits`` adds positions in the bucket, and its size."""
     starts = torch.tensor([_digest(seed, rank, name) for name in layout.names], dtype=torch.int64)
     starts -= torch.tensor(layout.boundaries[:-1], dtype=torch.int64)
     sizes = torch.tensor(layout.sizes, dtype=torch.int64)

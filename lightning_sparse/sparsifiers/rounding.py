@@ -1,4 +1,4 @@
-"""Rounding to a grid: absolute compressors that send multiples of a step other than 0."""
+"""Rounding to a grid: absolute compressors that send nonzero multiples of a step."""
 
 from math import frexp, ldexp
 
@@ -21,7 +21,7 @@ def power_of_two(largest: float) -> float:
 
 
 class ScaledIntegerRounding(MarkingSparsifier):
-    """Rounds every coordinate to the nearest multiple of a step ε, and sends those that are not 0.
+    """Rounds every coordinate to the nearest multiple of a step ε, and sends nonzero multiples.
 
     Scaled integer rounding as in SwitchML (Sapio et al., NSDI 2021), an absolute compressor (Sahu et al., NeurIPS 2021,
     section 5): with error feedback no coordinate of the residual exceeds ε / 2. It is the hard threshold at ε / 2 whose

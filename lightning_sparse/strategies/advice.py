@@ -16,7 +16,7 @@ from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, 
 from lightning_sparse.sparsifiers.protocol import target_density
 
 ENOUGH_STEPS = 200
-"""Exchanges before a check of the share of dense buckets, and without a payload before a warning."""
+"""The exchanges before the share of dense buckets is checked; also the empty exchanges before a warning."""
 FEWEST_SENT = 5.0
 """The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
 FEWEST_SECONDS = 1e-3

@@ -16,7 +16,7 @@ SMALLEST_CAPACITY = 16
 MEAN_WEIGHT = 0.2
 DEVIATION_WEIGHT = 0.1
 SLACK_DEVIATIONS = 2.0
-"""Margin in mean absolute deviations. For Gaussian noise it is 1.6 standard deviations, an overflow in 20 steps."""
+"""Margin in mean absolute deviations. With Gaussian noise, it is 1.6 standard deviations: one step in 20 overflows."""
 INSIDE_GBIT_S, BETWEEN_GBIT_S = 2400.0, 100.0
 """The assumed rates of a GPU's link: NVLink if all workers share a node, else a network of 100 Gbit/s. Sparse routes
 are chosen only if they are faster even at these rates."""
