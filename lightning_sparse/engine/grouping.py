@@ -71,13 +71,8 @@ def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
     return flat.as_strided(real.shape, real.stride())
 
 
-def in_logical_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Return a flat residual in the order of its parameter's indices."""
-    return as_parameter(residual, parameter).flatten()
-
-
 def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Return a residual in the order of DDP's buckets, the inverse of ``in_logical_order``."""
+    """Return a flat residual in the order of DDP's buckets, from the order of indices; ``as_parameter`` reverses it."""
     if parameter.is_contiguous():
         return residual
     laid_out = torch.empty_like(residual)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.grouping import in_logical_order, in_memory_order, kept_dtype, real_numel
+from lightning_sparse.engine.grouping import as_parameter, in_memory_order, kept_dtype, real_numel
 from lightning_sparse.exchange.buffers import record_current_stream
 from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -83,7 +83,7 @@ class ResidualMemory:
         layers = self._loaded | placed
         for name, parameter in self._parameters.items():
             if name in layers:
-                layers[name] = in_logical_order(layers[name], parameter)
+                layers[name] = as_parameter(layers[name], parameter).flatten()
             else:
                 layers[name] = torch.zeros(real_numel(parameter), dtype=kept_dtype(parameter), device=parameter.device)
         return layers

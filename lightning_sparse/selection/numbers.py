@@ -137,8 +137,6 @@ SMALLEST_SQUARES = 1e-29
 
 def layer_errors(residual: Tensor, layout: LayerLayout) -> Tensor:
     """Return ‖e‖² of every layer: float64, shape (L,)."""
-    if not layout.names:
-        return residual.new_zeros(0, dtype=torch.float64)
     parts = [residual[start:end] for _, start, end in layout.spans()]
     if residual.device.type == "cpu":
         return torch.stack([squared_norm(part) for part in parts])

@@ -132,8 +132,7 @@ class SimulatedWorkers(ThreadWorkers):
                 "threads, so runs may differ. Make a torch.Generator in begin_step, seeded from the step's number and "
                 "the rank."
             )
-        average: dict[str, Tensor] = averages[0]
-        return average
+        return averages[0]  # type: ignore[no-any-return]
 
     def commit(self) -> None:
         """Keep the last exchange, because an optimizer has stepped on its averages."""
