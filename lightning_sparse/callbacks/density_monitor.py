@@ -33,9 +33,9 @@ class DensityMonitor(StepMonitor):
     - Step times: medians of dense steps (those of the calibration), of sparse steps, and of the wait for the exchange.
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
       ``fit``, and a sentence under the table says what the sparse exchange gains.
-    - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker. It has the density
-      asked for and reached, λ, bytes and how many times fewer than dense, and the number of calibration steps and of
-      dense steps.
+    - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker. It shows the target
+      density and the density reached, λ, the sent bytes and those of a dense exchange, and the numbers of calibration
+      steps and dense steps.
 
     It also works without a logger (the table remains) and issues no collectives. After a resume, it continues its
     averages and starts a new image.

@@ -35,7 +35,7 @@ class SharedWeights:
 
     @property
     def was_written_to(self) -> bool:
-        """Whether the shared weights have other values. DDP's broadcast writes equal values, which is no change."""
+        """Whether the shared weights were changed. A write of equal values, as by DDP's broadcast, is no change."""
         is_marked = self.is_shown and self._marks_of_shared != self._marks()
         return is_marked and not torch.equal(self._hashes(), self._hashes_of_shared)
 
@@ -46,7 +46,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def take(self, shared: dict[str, Tensor]) -> None:
-        """Set the module to shared tensors, and empty the dict one by one to save memory."""
+        """Set the module to shared tensors, which are removed from the dict one by one to save memory."""
         tensors = self._tensors()
         for name in list(shared):
             tensor = shared.pop(name)

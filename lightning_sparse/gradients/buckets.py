@@ -35,7 +35,7 @@ differ from the saved ones, for example with another ``bucket_cap_mb``."""
 class DDPBuckets:
     """Reads DDP's buckets of the running step, and returns the averages to DDP.
 
-    Its buckets have their gradient in place of the residual, which ``SparseState`` sets.
+    The residual of its buckets is a placeholder, the gradient, until ``SparseState`` sets it.
     """
 
     def __init__(self, parameter_names: Mapping[Tensor, str], *, is_static_graph: bool) -> None:

@@ -64,7 +64,7 @@ class Parts:
 
     Attributes:
         tensors: the tensors, flat.
-        addresses: of their addresses, and of the numbers of elements up to the end of each.
+        addresses: of two arrays: the tensors' addresses, and the number of elements up to the end of each tensor.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -197,7 +197,7 @@ def pack_block(
     begin = block.to(tl.int64) * BLOCK
     length = tl.minimum(num_elements - begin, BLOCK).to(tl.int32)
     earlier = tl.load(starts + block)
-    room = tl.minimum(tl.maximum(capacity - earlier, 0), BLOCK).to(tl.int32)
+    capacity_left = tl.minimum(tl.maximum(capacity - earlier, 0), BLOCK).to(tl.int32)
     first_offset = block % PER_END * BLOCK
     word = tl.arange(0, BLOCK // 32)
     marks = tl.load(bits + begin // 32 + word, mask=word * 32 < length, other=0).to(tl.uint32, bitcast=True)
@@ -207,7 +207,7 @@ def pack_block(
         marked = marks != 0
         without_lowest = marks & (marks - 1)
         at = word * 32 + _bit_count((marks ^ without_lowest) - 1)
-        fits = marked & (position < room)
+        fits = marked & (position < capacity_left)
         p = tl.load(residual + begin + at, mask=fits, other=0.0)
         excess = _of_run(excesses, run_starts, first_run, begin, at, p)
         encoded, _sent, kept = sent_and_kept(p, excess, scale, values.dtype.element_ty, LIMIT)

@@ -93,7 +93,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.state is not None:
-            self.state.close()  # not at the end of its fit, which a checkpoint may follow
+            self.state.close()  # not at the end of its fit, because a checkpoint may follow
         require_agreement({"worker_state": self.worker_state, "in one file": not self._save_distributed_checkpoint})
         mesh = self.device_mesh["replicate"]
         self._begin_fit(

@@ -189,7 +189,7 @@ class SparseStrategy(TakesOptions):
         if has_state and self.state is not None:
             checkpoint[KEY] = sealed(self._content(checkpoint, Path(filepath)))
         elif has_state and isinstance(self._launcher, _MultiProcessingLauncher) and not dist.is_initialized():
-            # Lightning brings the process that started the workers weights and metrics, but no optimizer states.
+            # The process that started the workers gets weights and metrics from Lightning, but no optimizer states.
             why = "it is saved by a process that was no worker, and optimizers and number of steps are not in it either"
             kind = "drifts" if isinstance(self._options, DriftOptions) else "gradients"
             warn_of_incomplete(kind, why)
@@ -209,14 +209,14 @@ class SparseStrategy(TakesOptions):
         content: Any = checkpoint.get(KEY)
         states = checkpoint["optimizer_states"]
         extra = restore(self.averagers, content)
-        if "optimizer_states" in extra:  # values that a hook has changed replace every worker's own
-            states_of_first = content["extras"][0][0]["optimizer_states"]
+        if "optimizer_states" in extra:  # a worker's own, except values of rank 0 that a hook has changed
+            saved_states = content["extras"][0][0]["optimizer_states"]
             states = [
                 {
-                    key: own[key] if seal_of({key: now[key]}) == seal_of({key: then.get(key)}) else now[key]
+                    key: own[key] if seal_of({key: now[key]}) == seal_of({key: saved.get(key)}) else now[key]
                     for key in now
                 }
-                for now, then, own in zip(states, states_of_first, extra["optimizer_states"], strict=False)
+                for now, saved, own in zip(states, saved_states, extra["optimizer_states"], strict=False)
             ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded

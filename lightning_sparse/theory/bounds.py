@@ -37,7 +37,7 @@ def top_k_squared_error_bound(density: float, squared_gradient_norm: float, lear
 
 @dataclass(frozen=True)
 class Problem:
-    """The numbers of a problem, as defined at the top of this module.
+    """The numbers of a problem, as ``lightning_sparse.theory`` defines them.
 
     Attributes:
         smoothness: L > 0.
