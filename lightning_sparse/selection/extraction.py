@@ -48,11 +48,11 @@ class Extraction:
         self._num_slices = num_slices
         self._per_layer = per_layer
         self._keeps_rest = keeps_rest
-        self._is_marking = type(sparsifier).select is MarkingSparsifier.select
+        self._selects_by_mask = type(sparsifier).select is MarkingSparsifier.select
         # A subclass of HardThreshold may select differently, so only the class itself takes the fast path.
         methods = ("select", "mark", "values")
         own, known = ([getattr(kind, method, None) for method in methods] for kind in (type(sparsifier), HardThreshold))
-        self._is_threshold = own == known
+        self._selects_by_threshold = own == known
 
     def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
         """Compute p, write sent values into the shipment, leave e' in the residual and return the header.
@@ -72,10 +72,10 @@ class Extraction:
             shipment.keep_sums = partial(keep_small_sums, bucket, shipment, self._runs(bucket))
             shipment.put_back = partial(put_back, bucket.residual.after)
             bucket = replace(bucket, left_out=[*bucket.left_out, shipment.own_slice])
-        may_be_fast = self._is_threshold and not wire.is_whole
-        has_kernels = may_be_fast and self._keeps_rest and is_available(bucket.gradient.device)
-        is_fast = may_be_fast and not has_kernels and is_native(bucket.residual.after, wire_dtype=wire.dtype)
-        if bucket.weights is not None and not is_fast:
+        can_fuse = self._selects_by_threshold and not wire.is_whole
+        uses_triton = can_fuse and self._keeps_rest and is_available(bucket.gradient.device)
+        uses_c = can_fuse and not uses_triton and is_native(bucket.residual.after, wire_dtype=wire.dtype)
+        if bucket.weights is not None and not uses_c:
             bucket.form()
         squared_gradient_norm: float | Tensor = 0.0
         if measures_gradient:
@@ -83,20 +83,20 @@ class Extraction:
             squared_gradient_norm = squared_norm(gradient)
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
-        if has_kernels:
+        if uses_triton:
             header = self._fill_fused(bucket, shipment)
             if measures_gradient:
                 header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
             if keeps_sums:
                 bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
             return header
-        if is_fast:
+        if uses_c:
             numbers = self._fill_natively(bucket, shipment)
-        elif self._is_marking and (shipment.payload is None or bucket.gradient.device.type != "cpu"):
+        elif self._selects_by_mask and (shipment.payload is None or bucket.gradient.device.type != "cpu"):
             numbers = self._fill_marked(bucket, shipment)
         else:
             numbers = self._fill_selected(bucket, shipment)
-        if keeps_sums and not is_fast:
+        if keeps_sums and not uses_c:
             put_back(bucket.residual.after, shipment.rest())
         elif keeps_sums and numbers.non_finite:
             bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
@@ -214,7 +214,7 @@ class Extraction:
         version = compensated._version
         selected = self._sparsifier.select(compensated, bucket.layout)
         require_unchanged(compensated, version)
-        if not self._is_marking:
+        if not self._selects_by_mask:
             selected = in_order(selected, bucket.layout.num_elements, compensated.dtype)
         if bucket.left_out:
             used = torch.ones_like(compensated, dtype=torch.bool)
