@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from lightning_sparse.exchange.payload import aligned
-from lightning_sparse.sparsifiers.protocol import is_number
 
 Route = Literal["gather", "reduce_scatter", "dense"]
 
@@ -53,14 +52,6 @@ class Forecast(NamedTuple):
         """Return the capacity for the next step, a multiple of CAPACITY_STEP; at most ``limit`` rounded up."""
         padded = max(self.mean, self.last) + SLACK_DEVIATIONS * self.deviation
         return aligned(min(max(SMALLEST_CAPACITY, round(padded)), limit))
-
-
-def require_link(link_gbit_s: float | None) -> None:
-    """Raise ValueError unless this is a valid link rate or None."""
-    if link_gbit_s is not None and not (is_number(link_gbit_s) and 1e-6 <= link_gbit_s <= 1e6):
-        raise ValueError(
-            f"Invalid {link_gbit_s=}. Must be a worker's link in Gbit/s, within 1e-6 and 1e6, for example 10; or None."
-        )
 
 
 class Speeds(NamedTuple):
