@@ -42,7 +42,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     ResidualMemory: ("keep", "commit"),
     PendingGradients: ("end_exchange", "note_gradients", "_step_begins", "_step_ends"),
     save_barrier.SaveBarrier: ("wait", "saving_workers"),
-    saving: ("together", "collect"),
+    saving: ("run_together", "collect"),
     Workers: ("average", "gather_objects_to_first"),
     DriftExchange: ("start", "finish", "_move_anchor"),
     Engine: ("add", "finish", "account"),
