@@ -93,7 +93,7 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "unfrozen": (DRIFTS, StatelessUnfreezing, {"threshold": 0.02, "outer_optimizer": OUTER_ADAM}),
 }
 OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tensor_parallel_size": 2})}
-IN_ONE_FILE = ("gradients", "gradients, share of each layer", "density", "buffers", "SparseLoCo", "late", *OF_EIGHT)
+IN_ONE_FILE = ("gradients", "gradients, density", "drifts", "share of each layer", "buffers", "SparseLoCo", "late")
 """Settings with all kinds of saved state; Lightning's own strategy cannot resume a stateless one from a file either."""
 
 
@@ -153,7 +153,7 @@ def train(
 
 def _stop_and_resume(folder: str, is_folder: bool, names: list[str]) -> dict[str, list[dict[str, Any]]]:
     results: dict[str, list[dict[str, Any]]] = {}
-    for name in names if is_folder else [name for name in names if name in IN_ONE_FILE]:
+    for name in names if is_folder else [name for name in names if name in (*IN_ONE_FILE, *OF_EIGHT)]:
         path = f"{folder}/{name}.ckpt"
         # All turns save, because a save applies a late exchange.
         turns = [(2, "a", None), (1, name, None), (2, "b", path)]
