@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from recipes.compare.runs import Outcome
 from recipes.compare.variants import Variant
@@ -36,6 +37,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
             label=name,
         )
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     axes.set_xlabel("MB sent per worker in the whole training")
     axes.set_ylabel(metric)
     axes.set_yscale(_scale([fmean([run.metric for run in runs]) for runs in outcomes.values()]))
