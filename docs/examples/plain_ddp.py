@@ -28,7 +28,7 @@ def main() -> None:
     average_density = AverageDensity()
     state.subscribe(average_density.update)
     torch.manual_seed(1 + rank)  # different samples from here on
-    for step in range(400):
+    for step in range(201):
         inputs = torch.randn(64, 32, device=device)
         loss = torch.nn.functional.mse_loss(ddp_model(inputs), teacher(inputs).detach())
         optimizer.zero_grad()

@@ -38,7 +38,7 @@ def main() -> None:
     average_density = AverageDensity()
     averager.subscribe(average_density.update)
     torch.manual_seed(1 + rank)  # different samples from here on
-    for step in range(400):
+    for step in range(201):
         inputs = torch.randn(64, 32, device=device)
         loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
         optimizer.zero_grad()
