@@ -37,6 +37,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
             label=name,
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(LogFormatter())
     axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     axes.set_xlabel("MB sent per worker in the whole training")
     axes.set_ylabel(metric)
