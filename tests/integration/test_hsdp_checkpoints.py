@@ -94,7 +94,7 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tensor_parallel_size": 2})}
 IN_ONE_FILE = ("gradients", "gradients, density", "drifts", "share of each layer", "buffers", "SparseLoCo", "late")
-"""Settings with all kinds of saved state; Lightning's own strategy cannot resume a stateless one from a file either."""
+"""These cover all kinds of saved state. Lightning's own strategy cannot resume a stateless one from a file either."""
 
 
 def notes_start(found: dict[str, Any]) -> Callback:
