@@ -207,10 +207,12 @@ def read_outcome(folder: Path, metric: str) -> Outcome:
         sys.exit(f"{folder} holds no metric {metric!r}. Use one of: {', '.join(sorted(values))}.")
     num_steps = len(values["train/local_loss"])
     dense_bytes = num_steps * values["gradient_bytes"][0]
+    compressed = values.get("compressed_bytes")  # by other means, such as recipes.power_sgd
+    of_exchange = sum(values.get("sparse/density", [1.0] * num_steps)) / num_steps  # also of steps without exchange
     return Outcome(
         metric=values[metric][-1],
-        density=sum(values.get("sparse/density", [1.0] * num_steps)) / num_steps,  # also of steps without exchange
-        payload_bytes=sum(values.get("sparse/payload_bytes", [dense_bytes])),
+        density=sum(compressed) / dense_bytes if compressed else of_exchange,
+        payload_bytes=sum(compressed or values.get("sparse/payload_bytes", [dense_bytes])),
         dense_bytes=dense_bytes,
         step_time=median(values["step_time"]),
     )
