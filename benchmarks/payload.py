@@ -33,7 +33,7 @@ from benchmarks.network_lab import INTERFACE, NetworkLab
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
-from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED
+from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers.protocol import Selection
@@ -58,15 +58,15 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
     header[NUM_SELECTED] = selection.indices.numel()
     bounds = torch.tensor(slice_bounds(out.numel(), exchange.workers.num_workers))
     header[LARGEST_SLICE] = torch.searchsorted(selection.indices, bounds).diff().amax()
-    shipment = exchange.open(0, wire, header.numel(), out, is_last=True)
-    if shipment.payload is None:
+    transfer = exchange.open(0, wire, header.numel(), out, is_last=True)
+    if transfer.payload is None:
         out.zero_()
-        out[selection.indices] = selection.values / shipment.divisor
+        out[selection.indices] = selection.values / transfer.divisor
     else:
-        shipment.format.fill(shipment.payload, selection)
-        capacity = shipment.format.capacity(shipment.payload.numel())
-        shipment.rest = lambda: Selection(selection.indices[capacity:], selection.values[capacity:])
-    exchange.start(shipment, header)
+        transfer.format.fill(transfer.payload, selection)
+        capacity = transfer.format.capacity(transfer.payload.numel())
+        transfer.rest = lambda: Selection(selection.indices[capacity:], selection.values[capacity:])
+    exchange.start(transfer, header)
     return exchange.finish()[1]
 
 

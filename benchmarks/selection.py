@@ -66,7 +66,7 @@ def make_bucket(num_elements: int, density: float, device: torch.device) -> tupl
     return compensated.sub_(gradient), gradient, positions.numel()
 
 
-class Shipment:
+class Transfer:
     """The target of a method: a payload, or a dense tensor if the payload is None."""
 
     def __init__(self, payload_format: PayloadFormat, out: Tensor, payload: Tensor | None) -> None:
@@ -100,16 +100,16 @@ def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[st
     extraction = Extraction(sparsifier, num_slices=0, per_layer=False, keeps_rest=True)
     payload = torch.zeros(payload_format.payload_bytes(aligned(selected)), dtype=torch.uint8, device=gradient.device)
 
-    def fill(shipment: Shipment) -> Way:
-        return lambda residual: extraction.fill(flat(residual), shipment)
+    def fill(transfer: Transfer) -> Way:
+        return lambda residual: extraction.fill(flat(residual), transfer)
 
     def average(residual: Tensor) -> None:
         adding.average(payload_format, rows, sums.zero_(), space)
 
     space, sums = Buffers(), torch.empty(size, device=gradient.device)
-    results: dict[str, tuple[Way, float]] = {"take_out": (fill(Shipment(payload_format, out, payload)), 12 * size)}
-    masked = fill(Shipment(payload_format, out, None)), 16 * size
-    extraction.fill(flat(compensated.copy_(start)), Shipment(payload_format, out, payload))
+    results: dict[str, tuple[Way, float]] = {"take_out": (fill(Transfer(payload_format, out, payload)), 12 * size)}
+    masked = fill(Transfer(payload_format, out, None)), 16 * size
+    extraction.fill(flat(compensated.copy_(start)), Transfer(payload_format, out, payload))
     rows = payload.repeat(2, 1)
     results["average"] = average, 4 * size
     if gradient.device.type == "cpu":

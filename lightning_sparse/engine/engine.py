@@ -130,7 +130,7 @@ class Engine:
         if gradient.dtype != dtype:  # too narrow for the average
             name = "average", bucket.index
             bucket.average = self.exchange.buffers.take(name, gradient.numel(), dtype, gradient.device)
-        shipment = self.exchange.open(
+        transfer = self.exchange.open(
             bucket.index,
             wire_of(self.options.value_dtype, dtype, None if is_full else self.sparsifier),
             header_fields(layout, self.per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
@@ -139,10 +139,10 @@ class Engine:
             is_full=is_full,
             by_senders=self.options.averages_senders and not sends_all,
         )
-        header = self._extraction.fill(bucket, shipment, measures_gradient=self.calibrator.is_running)
+        header = self._extraction.fill(bucket, transfer, measures_gradient=self.calibrator.is_running)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])
-        self.exchange.start(shipment, header)
+        self.exchange.start(transfer, header)
 
     def add_all(self, buckets: Iterable[FlatBucket]) -> None:
         """Survey all buckets if the sparsifier needs it, and add them. Collective."""

@@ -22,11 +22,11 @@ from lightning_sparse.exchange.buffers import Buffers, copy_to_host
 from lightning_sparse.exchange.groups import Nodes, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
-from lightning_sparse.exchange.routes.dense import DenseShipment, DenseStepsShipment, wire_of_sums
-from lightning_sparse.exchange.routes.gather import GatherShipment, PayloadCoalescer
-from lightning_sparse.exchange.routes.hierarchical import HierarchicalShipment
-from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
-from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NUM_SELECTED, Shipment
+from lightning_sparse.exchange.routes.dense import DenseStepsTransfer, DenseTransfer, wire_of_sums
+from lightning_sparse.exchange.routes.gather import GatherTransfer, PayloadCoalescer
+from lightning_sparse.exchange.routes.hierarchical import HierarchicalTransfer
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer, slice_elements
+from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NUM_SELECTED, Transfer
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Pending, Workers, let_senders_finish, let_threads_finish
 
@@ -79,7 +79,7 @@ class Exchange:
         self.buffers = Buffers()
         self._coalescer = PayloadCoalescer(link_gbit_s)
         self._forecasts: dict[str, dict[tuple[int, int], Forecast]] = {"selected": {}, "slices": {}, "unions": {}}
-        self._shipments: list[Shipment] = []
+        self._transfers: list[Transfer] = []
         self._headers: list[Tensor] = []
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ class Exchange:
 
     def begin(self) -> None:
         """Discard an interrupted step."""
-        if self._shipments:
+        if self._transfers:
             self.buffers.forget()  # pending messages still arrive in that memory
-        self._shipments.clear()
+        self._transfers.clear()
         self._headers.clear()
         self._coalescer.waiting.clear()
 
@@ -120,8 +120,8 @@ class Exchange:
         is_last: bool,
         is_full: bool = False,
         by_senders: bool = False,
-    ) -> Shipment:
-        """Return the bucket's shipment, for the caller to fill.
+    ) -> Transfer:
+        """Return the bucket's transfer, for the caller to fill.
 
         Args:
             bucket: the bucket's position in DDP's order.
@@ -139,26 +139,26 @@ class Exchange:
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
         common = (bucket, PayloadFormat(num_elements, wire, fields), out, self.workers, self.buffers, by_senders)
         if n == 1 and self.has_shortcut:
-            return Shipment(*common)
+            return Transfer(*common)
         is_empty = num_elements == 0  # a payload of no bytes has no views
         if self._nodes is not None and not is_empty:
-            return HierarchicalShipment(*common, nodes=self._nodes)
+            return HierarchicalTransfer(*common, nodes=self._nodes)
         fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
         element = wire.dtype.itemsize + wire_of_sums(wire, out.dtype, n).dtype.itemsize if wire.is_stepped else 0
         costs = Costs(n, num_elements, wire.dtype.itemsize, out.itemsize, fixed_bytes, element)
         route = "dense" if is_full or is_empty else self._route(key, costs, on_gpu=out.device.type != "cpu")
         if route == "dense":
-            dense = (DenseStepsShipment if wire.is_stepped and not is_empty else DenseShipment)(*common)
+            dense = (DenseStepsTransfer if wire.is_stepped and not is_empty else DenseTransfer)(*common)
             dense.is_typical = not is_full
             return dense
         capacity = self._forecasts["selected"].get(key, Forecast.first(FIRST_CAPACITY)).capacity(num_elements)
         may_go_dense = costs if self.mode == "auto" and not by_senders else None
         if route == "gather":
-            return GatherShipment(*common, coalescer=self._coalescer, capacity=capacity, costs=may_go_dense)
+            return GatherTransfer(*common, coalescer=self._coalescer, capacity=capacity, costs=may_go_dense)
         elements = slice_elements(num_elements, n)
         slices = self._forecasts["slices"].get(key, Forecast.first(UNEVEN_SLICES * capacity // n))
         union = self._forecasts["unions"].get(key)
-        return ReduceScatterShipment(
+        return ReduceScatterTransfer(
             *common,
             coalescer=self._coalescer,
             capacity=capacity,
@@ -168,18 +168,18 @@ class Exchange:
             thresholds_sums=self.mode == "sparse_sums",
         )
 
-    def start(self, shipment: Shipment, header: Tensor) -> None:
-        """Issue the first collective of a shipment that the caller has filled.
+    def start(self, transfer: Transfer, header: Tensor) -> None:
+        """Issue the first collective of a transfer that the caller has filled.
 
         The header holds this worker's numbers of the bucket: float64, shape (H,); its first three fields are
         NUM_SELECTED, LARGEST_SLICE and NON_FINITE.
         """
-        self._shipments.append(shipment)
+        self._transfers.append(transfer)
         self._headers.append(header)
-        is_last = shipment.format.header_fields > 0
-        if is_last and isinstance(shipment, GatherShipment) and shipment.carries_headers:
-            shipment.format.parts(shipment.payload).header.copy_(torch.cat(self._headers))
-        shipment.start()
+        is_last = transfer.format.header_fields > 0
+        if is_last and isinstance(transfer, GatherTransfer) and transfer.carries_headers:
+            transfer.format.parts(transfer.payload).header.copy_(torch.cat(self._headers))
+        transfer.start()
         if is_last:
             self._coalescer.flush()
 
@@ -190,26 +190,26 @@ class Exchange:
             For each bucket, all workers' headers in rank order: float64, shape (n, H), on the CPU; the bytes that this
             worker passed to collectives; and the number of elements in dense buckets.
         """
-        shipments, lengths = self._shipments, [header.numel() for header in self._headers]
-        local_sizes = [shipment.prepare() for shipment in shipments]
+        transfers, lengths = self._transfers, [header.numel() for header in self._headers]
+        local_sizes = [transfer.prepare() for transfer in transfers]
         numbers = [size.double().view(1) for size in local_sizes if size is not None]
         num_sizes = len(numbers)
-        if not shipments[-1].carries_headers:
+        if not transfers[-1].carries_headers:
             numbers = self._headers + numbers
         wait_for_copy = copy_to_host(self._gather(numbers))
-        for shipment in shipments:
-            shipment.complete()
+        for transfer in transfers:
+            transfer.complete()
         *headers, sizes = torch.split(wait_for_copy(), [*lengths, num_sizes], dim=1)
         columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
-        for shipment, header, size in zip(shipments, headers, local_sizes, strict=True):
+        for transfer, header, size in zip(transfers, headers, local_sizes, strict=True):
             all_sizes = [] if size is None else next(columns)
-            shipment.send_overflow(header, all_sizes)
-            self._update_forecasts(shipment, header, all_sizes)
-        for shipment in shipments:
-            shipment.finish()
-        sent_bytes = sum(shipment.sent_bytes for shipment in shipments) + 8 * sum(part.numel() for part in numbers)
-        dense_elements = sum(shipment.out.numel() for shipment in shipments if shipment.is_dense)
-        self._shipments, self._headers = [], []
+            transfer.send_overflow(header, all_sizes)
+            self._update_forecasts(transfer, header, all_sizes)
+        for transfer in transfers:
+            transfer.finish()
+        sent_bytes = sum(transfer.sent_bytes for transfer in transfers) + 8 * sum(part.numel() for part in numbers)
+        dense_elements = sum(transfer.out.numel() for transfer in transfers if transfer.is_dense)
+        self._transfers, self._headers = [], []
         self.buffers.end_step()
         return headers, sent_bytes, dense_elements
 
@@ -225,14 +225,14 @@ class Exchange:
         known = speeds(self.link_gbit_s, on_gpu=on_gpu, is_one_node=self._is_one_node)
         return costs.cheapest(selected.last, largest_slice, known)
 
-    def _update_forecasts(self, shipment: Shipment, header: Tensor, sizes: list[int]) -> None:
-        if not shipment.is_typical:
+    def _update_forecasts(self, transfer: Transfer, header: Tensor, sizes: list[int]) -> None:
+        if not transfer.is_typical:
             return
-        key, largest = (shipment.bucket, shipment.format.num_elements), header.amax(0)
+        key, largest = (transfer.bucket, transfer.format.num_elements), header.amax(0)
         seen = {"selected": int(largest[NUM_SELECTED])}
-        if self.counts_slices and shipment.payload is not None:
+        if self.counts_slices and transfer.payload is not None:
             seen["slices"] = int(largest[LARGEST_SLICE])
-        if isinstance(shipment, ReduceScatterShipment):
+        if isinstance(transfer, ReduceScatterTransfer):
             seen["unions"] = max(sizes)  # also a size beyond the capacity, for the next step
         for name, count in seen.items():
             self._forecasts[name][key] = self._forecasts[name].get(key, Forecast.first(0)).after(count)
@@ -250,10 +250,10 @@ class Exchange:
                 pending = self.workers.all_gather(everyone, local)
             gathered.append(everyone.view(n, -1))
         # Sums come first: if a worker makes a sum fail, another worker may send no headers.
-        for shipment in self._shipments:
-            shipment.work.wait()
-        last = self._shipments[-1]
-        if isinstance(last, GatherShipment) and last.carries_headers:
+        for transfer in self._transfers:
+            transfer.work.wait()
+        last = self._transfers[-1]
+        if isinstance(last, GatherTransfer) and last.carries_headers:
             gathered.insert(0, last.headers())
         pending.wait()
         return torch.cat(gathered, 1) if len(gathered) > 1 else gathered[0]

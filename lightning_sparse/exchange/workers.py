@@ -163,13 +163,13 @@ class Workers:
                 torch.save(local_value, file)
                 content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
                 for part in (torch.tensor([content.numel()]), *torch.split(content, MESSAGE_BYTES)):
-                    self._transfer(part, source)
+                    self._send_or_receive(part, source)
             elif self.rank == 0:
                 size = torch.zeros(1, dtype=torch.int64)
-                self._transfer(size, source)
+                self._send_or_receive(size, source)
                 content = torch.empty(int(size), dtype=torch.uint8)
                 for part in torch.split(content, MESSAGE_BYTES):
-                    self._transfer(part, source)
+                    self._send_or_receive(part, source)
                 objects.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
         return objects
 
@@ -216,7 +216,7 @@ class Workers:
         outputs[self.rank].copy_(parts[self.rank])
         return Pending(works)
 
-    def _transfer(self, tensor: Tensor, source: int) -> None:
+    def _send_or_receive(self, tensor: Tensor, source: int) -> None:
         """Send a CPU tensor from worker ``source`` to rank 0, which receives it in place."""
         device, sends = self.message_device(tensor.device), self.rank == source
         part = tensor.to(device) if sends else torch.empty_like(tensor, device=device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.routes.adding import subtract
-from lightning_sparse.exchange.routes.shipment import Shipment
+from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts
 from lightning_sparse.selection.numbers import squared_norm
@@ -68,11 +68,11 @@ class FlatBucket:
     def form(self) -> None:
         """Form gradient and residual of a bucket with ``weights``, and set its weights to None."""
 
-    def move(self, shipment: Shipment, rows: Tensor) -> None:
+    def move(self, transfer: Transfer, rows: Tensor) -> None:
         """Move x and w by the average of all workers' payloads, without a tensor for the average."""
         assert self.weights is not None
-        by_senders = shipment.by_senders
-        subtract(shipment.format, rows, self.residual.before, self.weights, shipment.buffers, by_senders=by_senders)
+        by_senders = transfer.by_senders
+        subtract(transfer.format, rows, self.residual.before, self.weights, transfer.buffers, by_senders=by_senders)
         self.has_moved = True
 
     def pieces(self, run: ThresholdRun) -> list[ThresholdRun]:

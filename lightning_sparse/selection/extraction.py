@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.payload import PayloadFormat
-from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment, slice_elements
-from lightning_sparse.exchange.routes.shipment import Shipment
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer, slice_elements
+from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, require_unchanged, sent_and_kept
@@ -34,7 +34,7 @@ from lightning_sparse.sparsifiers.protocol import MarkingSparsifier, Selection, 
 
 
 class Extraction:
-    """Takes a sparsifier's selection out of buckets and fills their shipments.
+    """Takes a sparsifier's selection out of buckets and fills their transfers.
 
     Args:
         sparsifier: selects the sent values.
@@ -54,24 +54,24 @@ class Extraction:
         own, known = ([getattr(kind, method, None) for method in methods] for kind in (type(sparsifier), HardThreshold))
         self._selects_by_threshold = own == known
 
-    def fill(self, bucket: FlatBucket, shipment: Shipment, *, measures_gradient: bool = False) -> Tensor:
-        """Compute p, write sent values into the shipment, leave e' in the residual and return the header.
+    def fill(self, bucket: FlatBucket, transfer: Transfer, *, measures_gradient: bool = False) -> Tensor:
+        """Compute p, write sent values into the transfer, leave e' in the residual and return the header.
 
         Args:
             bucket: residual and gradient.
-            shipment: receives the sent values.
+            transfer: receives the sent values.
             measures_gradient: whether the header holds ‖g‖².
 
         Returns:
             float64, shape (``header_fields``,), on the bucket's device.
         """
-        wire = shipment.format.wire
-        keeps_sums = isinstance(shipment, ReduceScatterShipment) and shipment.thresholds_sums
+        wire = transfer.format.wire
+        keeps_sums = isinstance(transfer, ReduceScatterTransfer) and transfer.thresholds_sums
         if keeps_sums:
-            assert isinstance(shipment, ReduceScatterShipment)
-            shipment.keep_sums = partial(keep_small_sums, bucket, shipment, self._runs(bucket))
-            shipment.put_back = partial(put_back, bucket.residual.after)
-            bucket = replace(bucket, left_out=[*bucket.left_out, shipment.own_slice])
+            assert isinstance(transfer, ReduceScatterTransfer)
+            transfer.keep_sums = partial(keep_small_sums, bucket, transfer, self._runs(bucket))
+            transfer.put_back = partial(put_back, bucket.residual.after)
+            bucket = replace(bucket, left_out=[*bucket.left_out, transfer.own_slice])
         can_fuse = self._selects_by_threshold and not wire.is_whole
         uses_triton = can_fuse and self._keeps_rest and is_available(bucket.gradient.device)
         uses_c = can_fuse and not uses_triton and is_native(bucket.residual.after, wire_dtype=wire.dtype)
@@ -84,67 +84,67 @@ class Extraction:
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
         if uses_triton:
-            header = self._fill_fused(bucket, shipment)
+            header = self._fill_fused(bucket, transfer)
             if measures_gradient:
                 header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
             if keeps_sums:
                 bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
             return header
         if uses_c:
-            numbers = self._fill_natively(bucket, shipment)
-        elif self._selects_by_mask and (shipment.payload is None or bucket.gradient.device.type != "cpu"):
-            numbers = self._fill_marked(bucket, shipment)
+            numbers = self._fill_natively(bucket, transfer)
+        elif self._selects_by_mask and (transfer.payload is None or bucket.gradient.device.type != "cpu"):
+            numbers = self._fill_marked(bucket, transfer)
         else:
-            numbers = self._fill_selected(bucket, shipment)
+            numbers = self._fill_selected(bucket, transfer)
         if keeps_sums and not uses_c:
-            put_back(bucket.residual.after, shipment.rest())
+            put_back(bucket.residual.after, transfer.rest())
         elif keeps_sums and numbers.non_finite:
             bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
         numbers.squared_gradient_norm = squared_gradient_norm
         return numbers.header(bucket.gradient.device)
 
-    def _fill_fused(self, bucket: FlatBucket, shipment: Shipment) -> Tensor:
+    def _fill_fused(self, bucket: FlatBucket, transfer: Transfer) -> Tensor:
         after, runs = bucket.residual.after, self._pieces(bucket)
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
-        if shipment.payload is not None:
-            shipment.is_cleared = shipment.out is bucket.gradient
-            shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
-        take_out_fused(bucket, shipment, runs, header, *self._counted(bucket, shipment))
+        if transfer.payload is not None:
+            transfer.is_cleared = transfer.out is bucket.gradient
+            transfer.rest = partial(self._take_rest_from_residual, bucket, transfer.format, transfer.payload)
+        take_out_fused(bucket, transfer, runs, header, *self._counted(bucket, transfer))
         if self._per_layer:
             # The kernels write the selected coordinates of each layer, which precede the errors.
             header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
         return header
 
-    def _fill_natively(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
+    def _fill_natively(self, bucket: FlatBucket, transfer: Transfer) -> LocalNumbers:
         """Fill in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient.
 
         Drifts take 8 bytes per element, and 16 with a masked drift. Their weights then are x − e'. A residual of zeros
         stays unread and unwritten if a dense route sends all values unrounded: 8 bytes per element.
         """
         (before, after, is_zero), gradient, weights = bucket.residual, bucket.gradient, bucket.weights
-        wire = shipment.format.wire
-        step = Step(wire=WIRES[wire.dtype], scale=wire.scale, divisor=shipment.divisor)
+        wire = transfer.format.wire
+        step = Step(wire=WIRES[wire.dtype], scale=wire.scale, divisor=transfer.divisor)
         step.loss_scale = 1.0 if bucket.loss_scale is None else float(bucket.loss_scale)
-        sends_unrounded = shipment.payload is None and wire.dtype == before.dtype
+        sends_unrounded = transfer.payload is None and wire.dtype == before.dtype
         stays_zero = is_zero and sends_unrounded and not any(piece.threshold for piece in self._pieces(bucket))
-        written = [shipment.out]
+        written = [transfer.out]
         if weights is not None:
             step.before = pointer(before)
             step.parts, step.part_ends = weights.addresses
             written += weights.tensors
         else:
-            if gradient.dtype != shipment.out.dtype:  # the average then has separate memory
-                gradient = shipment.out.copy_(gradient)
+            if gradient.dtype != transfer.out.dtype:  # the average then has separate memory
+                gradient = transfer.out.copy_(gradient)
             step.gradient = pointer(gradient)
             if not stays_zero:
                 step.before, step.after = pointer(before), pointer(after)
                 written.append(after)
         slices = torch.zeros(self._num_slices, dtype=torch.int64)
-        if shipment.payload is None:
-            step.dense = pointer(shipment.out)
+        if transfer.payload is None:
+            step.dense = pointer(transfer.out)
         else:
-            step.clears = shipment.is_cleared = weights is None and shipment.out is gradient
-            _, ends, values, offsets = shipment.format.parts(shipment.payload)
+            step.clears = transfer.is_cleared = weights is None and transfer.out is gradient
+            _, ends, values, offsets = transfer.format.parts(transfer.payload)
             step.ends, step.values, step.offsets = pointer(ends), pointer(values), pointer(offsets)
             step.capacity = values.numel()
             if self._num_slices:
@@ -161,13 +161,13 @@ class Extraction:
         if weights is not None:
             assert bucket.notes is not None
             bucket.notes[0] = step.largest
-            shipment.take_payloads = bucket.move
-        if shipment.payload is not None:
-            shipment.rest = partial(self._take_rest_from_residual, bucket, shipment.format, shipment.payload)
+            transfer.take_payloads = bucket.move
+        if transfer.payload is not None:
+            transfer.rest = partial(self._take_rest_from_residual, bucket, transfer.format, transfer.payload)
         if not self._keeps_rest:
-            if shipment.payload is not None and step.selected > step.capacity:
-                rest = shipment.rest()  # takes it out of the residual
-                shipment.rest = lambda: rest
+            if transfer.payload is not None and step.selected > step.capacity:
+                rest = transfer.rest()  # takes it out of the residual
+                transfer.rest = lambda: rest
             after.zero_()
             errors = [0.0] * len(errors)
         numbers = LocalNumbers(step.selected, step.non_finite, sum(errors))
@@ -178,7 +178,7 @@ class Extraction:
             numbers.of_layers = {"selected": torch.tensor(counts).diff(), "squared_error": of_errors}
         return numbers
 
-    def _fill_marked(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
+    def _fill_marked(self, bucket: FlatBucket, transfer: Transfer) -> LocalNumbers:
         """Fill by a mask, without a wait for the device: indices would synchronise, and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
@@ -189,27 +189,27 @@ class Extraction:
         values = self._sparsifier.values(compensated, bucket.layout)
         require_unchanged(compensated, version)
         non_finite = compensated.isfinite().logical_not_().logical_and_(marks).count_nonzero()
-        sent, kept = sent_and_kept(compensated, values, shipment.format.wire)
+        sent, kept = sent_and_kept(compensated, values, transfer.format.wire)
         sent = torch.where(marks, sent, 0)  # a copy, because the values may be p, whose memory becomes e'
         torch.where(marks, kept, compensated, out=compensated)
-        if shipment.payload is None:
-            torch.div(sent, shipment.divisor, out=shipment.out)
+        if transfer.payload is None:
+            torch.div(sent, transfer.divisor, out=transfer.out)
         else:
-            shipment.format.fill_marked(shipment.payload, marks, sent)
-            capacity = shipment.format.capacity(shipment.payload.numel())
+            transfer.format.fill_marked(transfer.payload, marks, sent)
+            capacity = transfer.format.capacity(transfer.payload.numel())
 
             def rest() -> Selection:
                 indices = marks.nonzero().squeeze(1)[capacity:]
                 return Selection(indices, sent[indices])
 
-            shipment.rest = rest
+            transfer.rest = rest
 
         def count_before(positions: Tensor) -> Tensor:
             return torch.nn.functional.pad(marks.cumsum(0), (1, 0)).index_select(0, positions)
 
-        return self._numbers(bucket, shipment, marks.count_nonzero(), non_finite, count_before)
+        return self._numbers(bucket, transfer, marks.count_nonzero(), non_finite, count_before)
 
-    def _fill_selected(self, bucket: FlatBucket, shipment: Shipment) -> LocalNumbers:
+    def _fill_selected(self, bucket: FlatBucket, transfer: Transfer) -> LocalNumbers:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         version = compensated._version
         selected = self._sparsifier.select(compensated, bucket.layout)
@@ -221,17 +221,17 @@ class Extraction:
             for start, end in bucket.left_out:
                 used[start:end] = False
             selected = Selection(*(part[used[selected.indices]] for part in selected))
-        sent = keep_rest(compensated, selected, shipment.format.wire)
-        if shipment.payload is None:
-            shipment.out.zero_()
-            shipment.out[sent.indices] = sent.values / shipment.divisor
+        sent = keep_rest(compensated, selected, transfer.format.wire)
+        if transfer.payload is None:
+            transfer.out.zero_()
+            transfer.out[sent.indices] = sent.values / transfer.divisor
         else:
-            shipment.format.fill(shipment.payload, sent)
-            capacity = shipment.format.capacity(shipment.payload.numel())
-            shipment.rest = lambda: Selection(sent.indices[capacity:], sent.values[capacity:])
+            transfer.format.fill(transfer.payload, sent)
+            capacity = transfer.format.capacity(transfer.payload.numel())
+            transfer.rest = lambda: Selection(sent.indices[capacity:], sent.values[capacity:])
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
         count_before = partial(torch.searchsorted, sent.indices)
-        return self._numbers(bucket, shipment, sent.indices.numel(), non_finite, count_before)
+        return self._numbers(bucket, transfer, sent.indices.numel(), non_finite, count_before)
 
     def _take_rest_from_residual(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
         """Take the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
@@ -256,7 +256,7 @@ class Extraction:
     def _numbers(
         self,
         bucket: FlatBucket,
-        shipment: Shipment,
+        transfer: Transfer,
         selected: int | Tensor,
         non_finite: Tensor,
         count_before: Callable[[Tensor], Tensor],
@@ -266,7 +266,7 @@ class Extraction:
         if not self._keeps_rest:
             after.zero_()
         numbers = LocalNumbers(selected, non_finite, squared_norm(after))
-        boundaries, num_layers, num_slices = self._counted(bucket, shipment)
+        boundaries, num_layers, num_slices = self._counted(bucket, transfer)
         if boundaries is not None:
             before = count_before(boundaries)
             if num_slices:
@@ -276,10 +276,10 @@ class Extraction:
                 numbers.of_layers = {"selected": of_layers, "squared_error": layer_errors(after, bucket.layout)}
         return numbers
 
-    def _counted(self, bucket: FlatBucket, shipment: Shipment) -> tuple[Tensor | None, int, int]:
+    def _counted(self, bucket: FlatBucket, transfer: Transfer) -> tuple[Tensor | None, int, int]:
         """Return boundaries of the layers and slices whose coordinates are counted, and the number of each."""
         num_layers = len(bucket.layout.names) if self._per_layer else 0
-        num_slices = 0 if shipment.payload is None else self._num_slices
+        num_slices = 0 if transfer.payload is None else self._num_slices
         return boundaries_of(bucket.layout, num_layers, num_slices, bucket.gradient.device), num_layers, num_slices
 
     def _pieces(self, bucket: FlatBucket) -> list[ThresholdRun]:

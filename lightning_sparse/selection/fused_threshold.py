@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS as ELEMENTS_PER_END
-from lightning_sparse.exchange.routes.shipment import Shipment
+from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.kernels import launch, tl
 from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
 from lightning_sparse.selection.bucket import FlatBucket
@@ -46,7 +46,7 @@ _PACK = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "num_warps": 4, "enable_fp
 
 def take_out_fused(
     bucket: FlatBucket,
-    shipment: Shipment,
+    transfer: Transfer,
     runs: Sequence[ThresholdRun],
     header: Tensor,
     boundaries: Tensor | None = None,
@@ -57,11 +57,11 @@ def take_out_fused(
 
     Coordinates go into the payload in ascending order until it is full. Values beyond the capacity stay in the residual
     as p, but all numbers are those after sending them. Unused capacity is not written. Without a payload, two kernels
-    write the divided values and zeros into ``shipment.out``.
+    write the divided values and zeros into ``transfer.out``.
 
     Args:
         bucket: all its tensors contiguous.
-        shipment: receives the sent values. With a payload, ``is_cleared`` says whether to leave zeros in the gradient.
+        transfer: receives the sent values. With a payload, ``is_cleared`` says whether to leave zeros in the gradient.
             All buckets share 1 bit per element and 52 bytes per block of its buffers, so one stream must work on them.
         runs: neighbouring runs that together cover the bucket.
         header: float64, shape (FIXED_FIELDS + layers,) or more: receives the numbers of the step, and the selected
@@ -70,16 +70,16 @@ def take_out_fused(
         num_layers: number of these layers.
         num_slices: number of these slices.
     """
-    (before, after, _), gradient, wire = bucket.residual, bucket.gradient, shipment.format.wire
-    size, device, take = after.numel(), after.device, shipment.buffers.take
+    (before, after, _), gradient, wire = bucket.residual, bucket.gradient, transfer.format.wire
+    size, device, take = after.numel(), after.device, transfer.buffers.take
     blocks = -(-size // BLOCK_ELEMENTS)
     # With a wrong size, a kernel would write out of bounds.
     assert all(tensor.shape == (size,) and tensor.is_contiguous() for tensor in (before, after, gradient))
     ends = bits = dense = parts = None
-    if shipment.payload is None:
-        dense = shipment.out
+    if transfer.payload is None:
+        dense = transfer.out
     else:
-        parts = shipment.format.parts(shipment.payload)
+        parts = transfer.format.parts(transfer.payload)
         ends = parts.ends
     if not size:
         header.zero_()
@@ -92,10 +92,10 @@ def take_out_fused(
     starts = take("starts", blocks + 1, torch.int64, device)
     # Zeros do not depend on loaded values. If the gradient is not aligned, threads write other elements than they
     # read, so a thread could clear an element before another thread reads it.
-    must_clear = parts is not None and shipment.is_cleared
+    must_clear = parts is not None and transfer.is_cleared
     clears = must_clear and gradient.storage_offset() * gradient.element_size() % ALIGNED_BYTES == 0
     inputs = (before, after, gradient, bucket.loss_scale, *tables)
-    work = (*inputs, bits, counts, dense, numbers, size, shipment.divisor, wire.scale)
+    work = (*inputs, bits, counts, dense, numbers, size, transfer.divisor, wire.scale)
     storage = getattr(tl, str(wire.storage).removeprefix("torch."))
     constants = {"WIRE": storage, "LIMIT": wire.limit, "CLEARS": clears}
     launch(walk_block, blocks, *work, **constants, **_WALK)

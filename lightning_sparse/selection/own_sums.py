@@ -19,20 +19,20 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterShipment
+from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 from lightning_sparse.sparsifiers.protocol import Selection
 
 
 def keep_small_sums(
-    bucket: FlatBucket, shipment: ReduceScatterShipment, runs: Sequence[ThresholdRun], averages: Tensor, most: int
+    bucket: FlatBucket, transfer: ReduceScatterTransfer, runs: Sequence[ThresholdRun], averages: Tensor, most: int
 ) -> Tensor:
     """Add this worker's values to the averages of its slice, and keep all but the first ``most`` large ones.
 
     Args:
         bucket: its residual holds p and receives e'.
-        shipment: the exchange of the bucket.
+        transfer: the exchange of the bucket.
         runs: neighbouring runs that together cover the bucket.
         averages: (1/n) Σ_{i ≠ j} out_i, padded with zeros. Becomes a.
         most: the most coordinates to send.
@@ -40,7 +40,7 @@ def keep_small_sums(
     Returns:
         The number of averages of at least λ / √n, one element, without a wait for the device.
     """
-    (start, end), n = shipment.own_slice, shipment.workers.num_workers
+    (start, end), n = transfer.own_slice, transfer.workers.num_workers
     after, averages = bucket.residual.after[start:end], averages[: end - start]
     # An unused layer's residual must not change, because it is not rolled back: its sums are sent whole.
     left_out = [slice(max(first - start, 0), max(last - start, 0)) for first, last in bucket.left_out]

@@ -58,15 +58,15 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
     exchange.begin()
     for bucket, (selection, out, header) in enumerate(zip(selections, outs, headers, strict=True)):
         is_last = bucket == len(sizes) - 1
-        shipment = exchange.open(bucket, wire, header.numel(), out, is_last=is_last, by_senders=by_senders)
-        if shipment.payload is None:
+        transfer = exchange.open(bucket, wire, header.numel(), out, is_last=is_last, by_senders=by_senders)
+        if transfer.payload is None:
             out.zero_()
-            out[selection.indices] = selection.values / shipment.divisor
+            out[selection.indices] = selection.values / transfer.divisor
         else:
-            shipment.format.fill(shipment.payload, selection)
-            room = shipment.format.capacity(shipment.payload.numel())
-            shipment.rest = lambda s=selection, c=room: Selection(s.indices[c:], s.values[c:])
-        exchange.start(shipment, header)
+            transfer.format.fill(transfer.payload, selection)
+            room = transfer.format.capacity(transfer.payload.numel())
+            transfer.rest = lambda s=selection, c=room: Selection(s.indices[c:], s.values[c:])
+        exchange.start(transfer, header)
     between()
     gathered, sent_bytes, _ = exchange.finish()
     for header, all_headers in zip(headers, gathered, strict=True):
@@ -248,9 +248,9 @@ def test_payloads_of_an_aborted_step_are_dropped():
     selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]
     if dist.get_rank() == 0:  # the backward of rank 1 failed before this bucket was ready
         exchange.begin()
-        shipment = exchange.open(0, FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
-        shipment.format.fill(shipment.payload, selections[0])
-        exchange.start(shipment, header_of(selections[0], sizes[0], 2))
+        transfer = exchange.open(0, FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
+        transfer.format.fill(transfer.payload, selections[0])
+        exchange.start(transfer, header_of(selections[0], sizes[0], 2))
     outs, _, _ = exchange_once(exchange, selections, sizes)
     for out, selection in zip(outs, selections, strict=True):
         assert torch.equal(out[selection.indices], selection.values)

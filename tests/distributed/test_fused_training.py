@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, GradientOptions, HardThreshold, SparseModelAverager, register_comm_hook
 from lightning_sparse.exchange.routes import adding, gather
-from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE
+from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
 from lightning_sparse.selection import extraction, fused_threshold

@@ -1,6 +1,7 @@
 """The experiments with logistic regression: the objective, the training, curves, bounds, the command."""
 
 import sys
+from functools import partial
 from math import ceil, log2
 
 import numpy as np
@@ -56,28 +57,19 @@ class TestObjective:
             x.requires_grad_()
             value = by_hand(objective, x)
             (gradient,) = torch.autograd.grad(value, x)
-            hessian = torch.autograd.functional.hessian(lambda y: by_hand(objective, y), x)
             x = x.detach()
             assert objective.value(x) == pytest.approx(value.item(), rel=1e-12)
             torch.testing.assert_close(objective.gradient(x), gradient)
-            torch.testing.assert_close(objective.hessian(x), hessian)
             x.requires_grad_()
             for row, example in zip(objective.gradients(x.detach(), torch.tensor([3, 0, 3])), (3, 0, 3), strict=True):
                 (gradient,) = torch.autograd.grad(by_hand(objective, x, slice(example, example + 1)), x)
                 torch.testing.assert_close(row, gradient)
 
     def test_smoothness_equals_the_curvature_at_zero(self, objective):
-        at_zero = torch.linalg.eigvalsh(objective.hessian(torch.zeros(objective.num_elements, dtype=torch.float64)))
+        zero = torch.zeros(objective.num_elements, dtype=torch.float64)
+        at_zero = torch.linalg.eigvalsh(torch.autograd.functional.hessian(lambda y: by_hand(objective, y), zero))
         assert objective.smoothness == pytest.approx(at_zero[-1].item())
         assert objective.l2 == pytest.approx(objective.data_smoothness / 1e4)
-
-    def test_minimum_against_scikit_learn(self, objective):
-        x = find_minimiser(objective)
-        model = LogisticRegression(
-            C=1 / (objective.l2 * len(objective.labels)), fit_intercept=False, solver="newton-cholesky", tol=1e-10
-        )
-        theirs = torch.from_numpy(model.fit(objective.features.numpy(), objective.labels.numpy()).coef_[0])
-        torch.testing.assert_close(x, theirs, rtol=1e-5, atol=1e-6)
 
     def test_minimum_is_certified(self, objective):
         x = find_minimiser(objective)
@@ -95,13 +87,9 @@ class TestObjective:
         above = objective.value(x + along) - objective.value(x)
         assert bound_error(objective, x + along) == pytest.approx(above, rel=1e-6)
 
+    @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
     def test_an_unreached_minimum_raises(self, objective, monkeypatch):
-        minimize = objective_module.minimize
-
-        def one_iteration(*args, options, **kwargs):
-            return minimize(*args, options={**options, "maxiter": 1}, **kwargs)
-
-        monkeypatch.setattr(objective_module, "minimize", one_iteration)
+        monkeypatch.setattr(objective_module, "LogisticRegression", partial(LogisticRegression, max_iter=1))
         with pytest.raises(RuntimeError, match=r"The minimum has an error of up to .*, above 1e-12"):
             find_minimiser(objective)
 

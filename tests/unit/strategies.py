@@ -1,4 +1,4 @@
-"""Compensated buckets with edge values, layouts that fit them, and their shipments."""
+"""Compensated buckets with edge values, layouts that fit them, and their transfers."""
 
 from math import inf, nan
 
@@ -90,8 +90,8 @@ def payloads_of(payload_format, chosen, capacity):
     return rows
 
 
-class Shipment:
-    """A shipment of a route that gathers payloads, or of a masked route if there is no capacity."""
+class Transfer:
+    """A transfer of a route that gathers payloads, or of a masked route if there is no capacity."""
 
     divisor = 3
 

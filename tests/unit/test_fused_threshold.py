@@ -69,14 +69,14 @@ def check_guards(*tensors):
 
 
 def take_out(residual, gradient, runs, *, wire, header, loss_scale=None, boundaries=(), **into):
-    """Take out of a bucket the values for a shipment with the attributes ``into``."""
+    """Take out of a bucket the values for a transfer with the attributes ``into``."""
     layout = LayerLayout(("all",), (gradient.numel(),))
     flat = FlatBucket(0, layout, gradient, residual, is_last=True, loss_scale=loss_scale)
     form = SimpleNamespace(wire=wire, parts=lambda payload: payload)
     attributes = {"format": form, "payload": None, "out": None, "divisor": 1, "is_cleared": False, "buffers": Buffers()}
-    shipment = SimpleNamespace(**attributes | into)
+    transfer = SimpleNamespace(**attributes | into)
     version = residual.after._version
-    take_out_fused(flat, shipment, runs, header, *boundaries)
+    take_out_fused(flat, transfer, runs, header, *boundaries)
     assert residual.after._version > version or not gradient.numel()  # ResidualMemory must see the change
 
 

@@ -12,7 +12,7 @@ from lightning_sparse.sparsifiers.protocol import LayerLayout
 from lightning_sparse.sparsifiers.random_k import RandomK
 from lightning_sparse.sparsifiers.rounding import ScaledIntegerRounding, StochasticRounding
 from lightning_sparse.sparsifiers.top_k import TopK
-from tests.unit.strategies import Shipment
+from tests.unit.strategies import Transfer
 
 NAN, INF = float("nan"), float("inf")
 
@@ -35,12 +35,12 @@ WIRES = (
 def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS[0]):
     """Return the sent values as a dense tensor, the residual and the header."""
     residual = torch.zeros(layout.num_elements)
-    shipment = Shipment(wire, capacity, torch.full_like(residual, 7.0))
+    transfer = Transfer(wire, capacity, torch.full_like(residual, 7.0))
     extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_rest=True)
     memory = Residual(torch.zeros_like(residual), residual)
     bucket = FlatBucket(0, layout, values.clone(), memory, is_last=True, left_out=unused)
-    header = fill(extraction, bucket, shipment).header(torch.device("cpu"))
-    return shipment.sent(int(header[0])), residual, header
+    header = fill(extraction, bucket, transfer).header(torch.device("cpu"))
+    return transfer.sent(int(header[0])), residual, header
 
 
 @given(data=st.data())

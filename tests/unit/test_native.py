@@ -21,7 +21,7 @@ from lightning_sparse.selection import extraction
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.selection.numbers import SLOTS
 from lightning_sparse.sparsifiers.protocol import LayerLayout
-from tests.unit.strategies import EDGE_THRESHOLDS, Shipment, edge_values, payloads_of, selections
+from tests.unit.strategies import EDGE_THRESHOLDS, Transfer, edge_values, payloads_of, selections
 
 NAN, INF = float("nan"), float("inf")
 WIRES = (*map(Wire, (torch.float32, torch.bfloat16, torch.float16)), Wire(torch.float8_e4m3fn, 2.0**-6))
@@ -38,17 +38,17 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     gradient, before = gradient.clone(), residual.clone()
     after = before if in_place else torch.full_like(before, NAN)
     out = None if in_place else torch.full_like(residual, NAN)
-    shipment = Shipment(wire, capacity, gradient if out is None else out)
+    transfer = Transfer(wire, capacity, gradient if out is None else out)
     loss_scale = None if scale is None else torch.tensor([scale])
     memory = Residual(before, after)
     bucket = FlatBucket(0, layout, gradient, memory, is_last=True, left_out=unused, loss_scale=loss_scale)
     filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=keeps_rest)
-    header = filling.fill(bucket, shipment, measures_gradient=True)
+    header = filling.fill(bucket, transfer, measures_gradient=True)
     return (
-        shipment.sent(int(header[0])),
+        transfer.sent(int(header[0])),
         after,
         header,
-        shipment.out if shipment.is_cleared else torch.zeros_like(residual),
+        transfer.out if transfer.is_cleared else torch.zeros_like(residual),
     )
 
 
@@ -106,7 +106,7 @@ def test_native_functions_equal_tensor_operations(data):
 def test_native_functions_keep_the_bits_of_edge_values(capacity, wire, threshold, overshoot, monkeypatch):
     p = edge_values()
     assert native.is_native(p, wire_dtype=wire.dtype)
-    monkeypatch.setattr(Shipment, "divisor", 1)
+    monkeypatch.setattr(Transfer, "divisor", 1)
     nothing = torch.full_like(p, -0.0)  # p + -0.0 is p even if p is -0.0
     options = wire, capacity, None, [], {"p": threshold}, False, False, True, overshoot
     arguments = monkeypatch, LayerLayout(("p",), (p.numel(),)), p, nothing, options
@@ -134,11 +134,11 @@ def test_a_residual_of_zeros_is_not_touched_if_everything_is_sent(wire, threshol
     found = []
     for is_zero in (True, False):
         residual = Residual(*torch.zeros(2, layout.num_elements).unbind(), is_zero)
-        shipment = Shipment(wire, capacity, torch.empty_like(gradient))
+        transfer = Transfer(wire, capacity, torch.empty_like(gradient))
         bucket = FlatBucket(0, layout, gradient.clone(), residual, is_last=True, left_out=unused)
         sparsifier = HardThreshold(threshold=0.0, layer_thresholds=thresholds, overshoot=0.5)
-        header = extraction.Extraction(sparsifier, num_slices=0, per_layer=True, keeps_rest=True).fill(bucket, shipment)
-        found.append((shipment.sent(int(header[0])), residual.before, residual.after, header))
+        header = extraction.Extraction(sparsifier, num_slices=0, per_layer=True, keeps_rest=True).fill(bucket, transfer)
+        found.append((transfer.sent(int(header[0])), residual.before, residual.after, header))
         assert (residual.after._version == 0) == (stays and is_zero)
     same(*found)
 
@@ -176,9 +176,9 @@ def test_native_functions_take_values_out_of_weights(sizes, data):
     filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=True)
 
     def filled(bucket):
-        shipment = Shipment(wire, capacity, torch.full_like(anchor, NAN))
-        header = filling.fill(bucket, shipment, measures_gradient=True)
-        return shipment.sent(int(header[0])), header
+        transfer = Transfer(wire, capacity, torch.full_like(anchor, NAN))
+        header = filling.fill(bucket, transfer, measures_gradient=True)
+        return transfer.sent(int(header[0])), header
 
     drift, kept = anchor - weights, torch.empty_like(anchor)
     plain = FlatBucket(0, layout, drift.clone(), Residual(torch.zeros_like(drift), kept), is_last=True)
@@ -358,10 +358,10 @@ def test_autograd_sees_native_writes():
     bucket = FlatBucket(0, LayerLayout(("l0",), (64,)), gradient, memory, is_last=True)
     for capacity, out in [(64, other), (64, gradient), (None, other)]:
         versions = after._version, gradient._version, out._version
-        shipment = Shipment(WIRES[0], capacity, out)
-        assert filling.fill(bucket, shipment)[0] == 64
+        transfer = Transfer(WIRES[0], capacity, out)
+        assert filling.fill(bucket, transfer)[0] == 64
         assert after._version > versions[0]
-        assert (gradient._version > versions[1]) == shipment.is_cleared
+        assert (gradient._version > versions[1]) == transfer.is_cleared
         assert capacity is not None or out._version > versions[2]
         gradient.fill_(1.0)
 

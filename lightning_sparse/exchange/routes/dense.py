@@ -3,11 +3,11 @@
 import torch
 
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
-from lightning_sparse.exchange.routes.shipment import Shipment
+from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.exchange.wire import Wire
 
 
-class DenseShipment(Shipment):
+class DenseTransfer(Transfer):
     """All-reduces the masked gradient in ``out``, with the meaning of the sparse routes at dense cost.
 
     The all-reduce determines the order of additions, the same for every worker. Sums have the residual's dtype, even if
@@ -34,7 +34,7 @@ class DenseShipment(Shipment):
             self.out.div_(self._senders.clamp_(min=1))
 
 
-class DenseStepsShipment(Shipment):
+class DenseStepsTransfer(Transfer):
     """Sends every encoded element to the worker that sums its slice, and the sums to all workers.
 
     ::

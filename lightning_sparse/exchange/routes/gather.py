@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes.adding import add_selection, average
 from lightning_sparse.exchange.routes.cost_model import Costs
-from lightning_sparse.exchange.routes.shipment import NUM_SELECTED, Shipment
+from lightning_sparse.exchange.routes.transfer import NUM_SELECTED, Transfer
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
 
@@ -30,38 +30,38 @@ class PayloadCoalescer:
             hold as many bytes as the link transfers in the time of a message.
 
     Attributes:
-        waiting: the shipments whose payloads wait.
+        waiting: the transfers whose payloads wait.
     """
 
     def __init__(self, link_gbit_s: float | None) -> None:
         self._full_bytes = FULL_BYTES if link_gbit_s is None else round(MESSAGE_SECONDS * link_gbit_s * 1e9 / 8)
-        self.waiting: list[GatherShipment] = []
+        self.waiting: list[GatherTransfer] = []
 
-    def add(self, shipment: "GatherShipment") -> None:
+    def add(self, transfer: "GatherTransfer") -> None:
         """Add a final payload to the waiting payloads, and send them if they are large enough."""
-        self.waiting.append(shipment)
+        self.waiting.append(transfer)
         waiting_bytes = sum(waiting.payload.nbytes for waiting in self.waiting)
-        if not shipment.workers.sends_messages(shipment.payload) or waiting_bytes >= self._full_bytes:
+        if not transfer.workers.sends_messages(transfer.payload) or waiting_bytes >= self._full_bytes:
             self.flush()
 
     def flush(self) -> None:
-        """Start to gather the waiting payloads, after the step's last payload or if a shipment needs its own."""
+        """Start to gather the waiting payloads, after the step's last payload or if a transfer needs its own."""
         waiting, self.waiting = self.waiting, []
         if not waiting:
             return
-        payloads, take, workers = [shipment.payload for shipment in waiting], waiting[0].take, waiting[0].workers
+        payloads, take, workers = [transfer.payload for transfer in waiting], waiting[0].take, waiting[0].workers
         n, sizes = workers.num_workers, [payload.numel() for payload in payloads]
         together = payloads[0]
         if len(payloads) > 1:
             together = torch.cat(payloads, out=take("together", sum(sizes), torch.uint8))
         gathered = take("gathered", n * sum(sizes), torch.uint8)
         work = workers.all_gather(gathered, together)
-        for shipment, rows in zip(waiting, torch.split(gathered.view(n, -1), sizes, dim=1), strict=True):
-            shipment.work, shipment.rows = work, rows
+        for transfer, rows in zip(waiting, torch.split(gathered.view(n, -1), sizes, dim=1), strict=True):
+            transfer.work, transfer.rows = work, rows
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class GatherShipment(Shipment):
+class GatherTransfer(Transfer):
     """Gathers payloads of a forecast capacity; a second round sends the coordinates beyond the capacity.
 
     ::

@@ -9,12 +9,12 @@ from lightning_sparse.exchange.groups import Nodes
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes.adding import add
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
-from lightning_sparse.exchange.routes.shipment import Shipment
+from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.exchange.wire import Wire
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class HierarchicalShipment(Shipment):
+class HierarchicalTransfer(Transfer):
     """Sums the masked gradients of a node's workers densely, and sends the sums between nodes sparsely.
 
     ::

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.routes.adding import average, side_by_side
-from lightning_sparse.exchange.routes.gather import GatherShipment
-from lightning_sparse.exchange.routes.shipment import LARGEST_SLICE, NON_FINITE, NUM_SELECTED
+from lightning_sparse.exchange.routes.gather import GatherTransfer
+from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NON_FINITE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers.protocol import Selection
 
@@ -27,7 +27,7 @@ def slice_bounds(num_elements: int, num_workers: int) -> list[int]:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class ReduceScatterShipment(GatherShipment):
+class ReduceScatterTransfer(GatherTransfer):
     """A sparse reduce-scatter and a gather of the averages, with less volume than a dense all-reduce for any n.
 
     ::

@@ -18,10 +18,10 @@ values that are not finite."""
 
 
 @dataclass(eq=False, repr=False)
-class Shipment:
+class Transfer:
     """The exchange of a bucket in a step, in this class for a single worker.
 
-    Collective: all workers create the same shipments and call the same methods in this order:
+    Collective: all workers create the same transfers and call the same methods in this order:
 
     1. the caller writes the sent values into ``payload``, or for a masked route into ``out``
     2. ``start``     in the bucket's hook: issues the first collective while backward continues
@@ -41,7 +41,7 @@ class Shipment:
 
     Attributes:
         payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
-        take_payloads: takes this shipment and all workers' payloads, shape (n, bytes), instead of ``out``; the caller
+        take_payloads: takes this transfer and all workers' payloads, shape (n, bytes), instead of ``out``; the caller
             may set it. A route without such payloads writes ``out``.
         rest: returns the selected coordinates that exceed the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
@@ -61,7 +61,7 @@ class Shipment:
     buffers: Buffers
     by_senders: bool = False
     payload: Tensor | None = field(default=None, init=False)
-    take_payloads: Callable[["Shipment", Tensor], None] | None = field(default=None, init=False)
+    take_payloads: Callable[["Transfer", Tensor], None] | None = field(default=None, init=False)
     rest: Callable[[], Selection] = field(init=False)
     work: Pending = field(default_factory=Pending, init=False)
     sent_bytes: int = field(default=0, init=False)
