@@ -200,26 +200,6 @@ def test_perplexity_covers_all_words_of_all_workers():
     assert tested["test/perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
-class TestMarkovChain:
-    def test_transitions(self):
-        chain = MarkovChain()
-        torch.testing.assert_close(chain.transitions.sum(1), torch.ones(200, dtype=torch.float64))
-        assert ((chain.transitions > 0).sum(1) == 5).all()
-        stationary = chain.stationary()
-        assert (stationary > 0).all()
-        torch.testing.assert_close(stationary @ chain.transitions, stationary)
-
-    def test_text_has_the_computed_perplexity(self):
-        chain = MarkovChain()
-        text = chain.sample(50_000, seed=3)
-        surprise = -chain.transitions[text[:-1], text[1:]].log()
-        # Half a percent: the mean of 50,000 logarithms with a deviation of about 1.
-        assert surprise.mean().exp().item() == pytest.approx(chain.perplexity(), rel=0.02)
-        frequency = text.bincount(minlength=200) / len(text)
-        assert (frequency - chain.stationary()).abs().max() < 0.005
-        assert torch.equal(text, MarkovChain().sample(50_000, seed=3))
-
-
 @pytest.mark.full
 @on_workers(1, process_group=False)
 def test_the_model_learns_a_markov_chain():

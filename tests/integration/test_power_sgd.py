@@ -19,8 +19,6 @@ def slope(rank: int, step: int) -> torch.Tensor:
 
 
 class Slopes(LightningModule):
-    """Has other gradients on each worker, in each step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.small = torch.nn.Parameter(torch.zeros(20, 5, 6)), torch.nn.Parameter(torch.zeros(3, 3))
