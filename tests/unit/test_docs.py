@@ -30,7 +30,8 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
-def test_links_have_a_target(page: Path) -> None:
+def test_links_have_a_target_and_tables_a_head(page: Path) -> None:
+    assert not re.search(r"^\|.*\n\n\|.*\n(?!\|[-|: ]+\n)", page.read_text(), re.MULTILINE)
     for link in links(page.read_text()):
         if re.match(r"[a-z]+:", link):
             continue
