@@ -33,8 +33,8 @@ class ErrorMonitor(StepMonitor):
 
     Args:
         per_layer: whether to follow single layers; each step then sends two more numbers per layer.
-        histograms_every_n_steps: the number of steps from one set of histograms to the next, each of the first exchange
-            from that step on; None for no histograms. Other steps cost nothing.
+        histograms_every_n_steps: steps from one set of histograms to the next; each shows the first exchange from its
+            step on. None for no histograms. Other steps cost nothing.
 
     Raises:
         ValueError: ``per_layer`` is not True or False, or the number of steps is not at least 1.
@@ -71,7 +71,7 @@ class ErrorMonitor(StepMonitor):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_in_new()
         last, largest = self._totals["last_error_norm"], self._totals["largest_error_norm"]
-        if largest and trainer.is_global_zero:
+        if largest and trainer.is_global_zero and not self._is_idle:
             print(
                 f"Sparse error feedback: error norm {last:.4g} at the end, {largest:.4g} at most; "
                 f"total error {self.total_error.compute().item():.4g}"
@@ -81,10 +81,12 @@ class ErrorMonitor(StepMonitor):
 def _add_histograms(trainer: Trainer, kinds: Sequence[str], bucket: FlatBucket) -> None:
     residual = bucket.residual.before
     compensated = bucket.compensated(residual.dtype)
-    averaged = compensated if len(kinds) == 1 else compensated - residual  # a drift contains its residual
+    values = {"compensated": compensated, "residual": residual, kinds[-1]: compensated - residual}
+    if len(kinds) == 1:
+        values[kinds[0]] = compensated  # a drift contains its residual
     for name, start, end in bucket.layout.spans():
-        for kind in kinds:
-            values = {"compensated": compensated, "residual": residual}.get(kind, averaged)[start:end]
-            finite = values[values.isfinite()]
+        for kind in kinds if (start, end) not in bucket.left_out else ():
+            part = values[kind][start:end]
+            finite = part[part.isfinite()]
             for logger in tensorboard_loggers(trainer) if finite.numel() else []:
                 logger.experiment.add_histogram(f"sparse/{kind}/{name}", finite, logging_step(trainer))

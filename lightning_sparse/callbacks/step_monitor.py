@@ -37,7 +37,7 @@ class StepMonitor(Callback):
         self._has_resumed = False
         self._new_steps: list[StepStats] = []
         self._newest: StepStats | None = None
-        self._has_new_layers = False
+        self._has_new_layers = self._is_idle = False
         self._log = NumberLog()
 
     @override
@@ -48,8 +48,9 @@ class StepMonitor(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._new_steps.clear()
-        self._has_new_layers = False
+        self._newest, self._has_new_layers = None, False
         strategy = trainer.strategy
+        self._is_idle = not isinstance(strategy, SparseStrategy)
         if isinstance(strategy, SparseStrategy):
             strategy.state.subscribe(self._new_steps.append)
         else:
@@ -62,6 +63,8 @@ class StepMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._is_idle:
+            return
         self._take_in_new()
         # In every batch, because Lightning drops earlier logs at the end of an epoch. Barebones, it warns about logs.
         if self._totals and not trainer.barebones:

@@ -68,9 +68,9 @@ def run_together(
     function: Callable[[Workers], _T],
     action: str,
 ) -> tuple[_T | None, str | None]:
-    """Return the result of a collective function of all workers and None, or None and the reason after a warning.
+    """Run a collective function; return its result and None.
 
-    The reason is the same on all workers that came.
+    If that fails, warn and return None and the reason, which is equal on all participating workers.
 
     Args:
         averager: this worker's.
@@ -151,8 +151,8 @@ def collect(
 ) -> dict[str, Any]:
     """Return the content of a checkpoint without its seal, complete on rank 0.
 
-    Collective for the ranks of a replica, and for all ranks if tensors of workers are kept. In one file rank 0 needs
-    the memory of the content, and beside it four times ``CHUNK_BYTES`` or the largest tensor.
+    Collective for the ranks of a replica, and for all ranks if tensors of workers are kept. For one file, rank 0 needs
+    memory for the content plus four times ``CHUNK_BYTES`` or the largest tensor.
 
     Args:
         averager: this rank's.

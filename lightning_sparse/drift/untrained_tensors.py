@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_sparse.engine.grouping import as_real, local
+from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.workers import Workers
 
@@ -62,7 +63,7 @@ class UntrainedTensors:
         return self._tensors([name for name, is_buffer in self._floating.items() if is_buffer or not only_buffers])
 
     def differing(self, compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
-        """Return tensors that differ between workers but not in size, equally on all workers.
+        """Return same-size tensors that differ between workers; equal names on all.
 
         Takes an earlier result of ``floating`` and all workers' ``fingerprints`` of it, shape (n, numbers), on the CPU.
         A tensor that was removed or resized in the meantime is replaced by its old value.
@@ -86,12 +87,9 @@ class UntrainedTensors:
         """
         then = self._prints_at_set_up
         now = self._tensors(then)
-        flags = [fingerprints([tensor]).tolist() != then[name] for name, tensor in now.items()]
-        if workers is not None and flags:
-            counts = torch.tensor(flags, dtype=torch.int32, device=next(iter(now.values())).device)
-            workers.all_reduce(counts).wait()
-            flags = counts.bool().tolist()
-        return {name: tensor for (name, tensor), flag in zip(now.items(), flags, strict=True) if flag}
+        own = [name for name, tensor in now.items() if fingerprints([tensor]).tolist() != then[name]]
+        names = own if workers is None else set().union(*gather_objects(own, workers.group))
+        return {name: tensor for name, tensor in now.items() if name in names}
 
     def _tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors by name, with empty tensors for removed ones."""

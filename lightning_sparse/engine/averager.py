@@ -87,7 +87,7 @@ class Averager:
         return self._engine.wait_seconds
 
     def own_metrics(self) -> dict[str, float]:
-        """Return metrics of this worker alone, logged with the last exchange."""
+        """Return further metrics to log with the last exchange."""
         return {"sparse/exchange_wait_ms": 1e3 * self.wait_seconds}
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
@@ -153,8 +153,7 @@ class Averager:
         """Return the state from which this worker continues exactly, as of the last optimizer step.
 
         Args:
-            workers: for a shared checkpoint, the group in which averagers of drifts agree on its content. These are
-                collective if it is given.
+            workers: the group in which averagers of drifts agree on a shared checkpoint's content, a collective call.
         """
         snapshot = self._engine.snapshot(self._mark)
         # Sorted, because bucket layouts may differ between workers in the first step.

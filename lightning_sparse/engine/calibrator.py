@@ -119,7 +119,7 @@ class Calibrator:
             self._unconfirmed = None  # a step adjusts a single λ only once
 
     def _correct(self, stats: StepStats, names: Collection[str] | None) -> None:
-        """Adjust λ, or with one λ per layer those of layers in ``names``; of all layers if that is None."""
+        """Adjust the model's λ, or λ of layers in ``names`` (None: all)."""
         sparsifier = self._sparsifier
         # NaN and infinity are sent at any λ, so λ does not depend on steps that contain them.
         if sparsifier is None or sparsifier.density is None or not sparsifier.threshold or stats.non_finite:

@@ -50,8 +50,8 @@ class ResidualMemory:
     def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
         """Begin a bucket's backward and return its residual, tensors of shape (layout.num_elements,).
 
-        The second tensor is the memory itself: ``keep`` makes its values pending. New parameters have a residual of
-        zeros. Dtype and device follow from the gradient.
+        Write e' into ``after``; ``keep`` makes it pending. New parameters have residuals of zeros. The gradient
+        determines dtype and device.
         """
         bucket = self._buckets.get(index)
         if bucket is None or bucket.layout != layout or bucket.committed.device != gradient.device:

@@ -109,7 +109,7 @@ class ParameterStepObserver(StepObserver):
 
     @abstractmethod
     def _after(self, optimizer: Optimizer) -> None:
-        """Check a step that has ended, before ``on_step``. Inside a backward, this is the first optimizer."""
+        """Check an ended step before ``on_step``; several inside a backward count once."""
 
     def _warn(self, problem: str, text: str) -> None:
         """Warn of a problem once."""

@@ -34,11 +34,10 @@ class ExchangeOptions:
             that computed them, so bytes do not grow with the number of workers; for gradients and a hard threshold.
             ``"dense"``: all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes.
             ``"auto"``: gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
-        link_gbit_s: rate at which a worker receives from other nodes, above 0, in Gbit/s, for ``exchange="auto"``: the
-            rate of a node's network card, which a ring of workers crosses once. With sharded replicas, all ranks of a
-            node receive at the same time, so divide the rate by their number. None assumes 10 Gbit/s on CPUs, and on
-            GPUs NVLink inside a node and 100 Gbit/s between nodes. Over Gloo, small payloads are sent together, up to
-            the bytes that the link carries in 1 ms, or 64 kB if None.
+        link_gbit_s: rate in Gbit/s, above 0, at which a worker receives from other nodes, for ``exchange="auto"``. Give
+            the rate of a node's network card; with sharded replicas, divide it by the ranks of a node, which receive at
+            the same time. None assumes 10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100 Gbit/s between
+            nodes. Over Gloo, it also limits the payloads that are sent together: 1 ms of the link, or 64 kB if None.
 
     Raises:
         ValueError: an option has a value that is not allowed.
@@ -96,8 +95,8 @@ class GradientOptions(ExchangeOptions):
     """Options of the exchange of gradients, apart from the sparsifier.
 
     Args:
-        error_feedback: units of the residual. ``"gradient"``; ``"learning_rate"``: multiplied by lr_{t-1} / lr_t
-            before each step (Algorithm 1 of Sahu et al., NeurIPS 2021); ``"none"`` discards unsent values.
+        error_feedback: ``"gradient"`` keeps unsent values. ``"learning_rate"`` multiplies them by lr_{t-1} / lr_t
+            before each step (Algorithm 1 of Sahu et al., NeurIPS 2021). ``"none"`` discards them.
         local_clip_norm: above 0, in gradient units: clips this worker's whole gradient to this norm *before* the
             exchange (Lightning's ``gradient_clip_val`` clips the averaged gradient). The exchange then starts only
             after backward. None does not clip.
@@ -133,9 +132,8 @@ class DriftOptions(ExchangeOptions):
             *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
         drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
             ``keep_drift=False``.
-        average_over: the workers over which the sent drifts of a coordinate are averaged. ``"senders"``: those that
-            sent a value other than 0 for it, or all in buckets that are sent whole. ``"workers"``: all, where a worker
-            that sent none counts as 0.
+        average_over: the workers whose drifts a coordinate averages. ``"senders"``: those that sent a nonzero value for
+            it, or all workers if the whole bucket is sent. ``"workers"``: all; unsent values count as 0.
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
             subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.

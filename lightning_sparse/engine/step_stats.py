@@ -36,7 +36,7 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of one exchange of all gradients, the same on every worker.
+    """Statistics of one exchange, the same on every worker.
 
     Attributes:
         step: the number of earlier exchanges.
@@ -47,9 +47,9 @@ class StepStats:
         squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients during calibration, 0 after it.
         non_finite: the number of NaN and infinite values that all workers sent.
         payload_bytes: bytes that each worker passed to collectives in this step.
-        dense_bytes: bytes of the gradient itself, which plain DDP passes to its all-reduce.
+        dense_bytes: bytes that plain DDP passes to all-reduces in the same steps.
         threshold: λ in gradient units, None for a sparsifier without λ.
-        dense_elements: elements of buckets that were sent densely, because they were full or for calibration.
+        dense_elements: elements of buckets that took the dense route or were restarted as dense.
         is_calibration: whether everything was sent to find λ.
         layers: statistics per parameter name if ``per_layer_stats`` is set; else empty.
     """

@@ -22,7 +22,7 @@ from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 LAYER_ELEMENTS = 256
-"""A small number, but more than the part of a payload that is always sent."""
+"""Small, but more bytes than a payload of the smallest capacity."""
 
 
 def warm_up_steps(

@@ -82,7 +82,7 @@ def raised_together() -> Iterator[None]:
 
 
 def parameter_settings(module: nn.Module) -> dict[str, Any]:
-    """Return the shape, dtype and use of each parameter as settings, which must be the same on every worker.
+    """Return shape, dtype and ``requires_grad`` of each parameter, which must be equal.
 
     Parameters that DDP ignores are left out, such as the experts of a mixture with each expert on a single worker.
     """

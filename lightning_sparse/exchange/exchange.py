@@ -38,7 +38,7 @@ UNEVEN_SLICES = 2
 
 
 class Exchange:
-    """Averages sparse buckets over the workers of a process group. Every method is collective.
+    """Averages sparse buckets over a process group. ``open`` to ``finish`` are collective.
 
     Args:
         mode: a route of ``ExchangeOptions``. ``"auto"`` chooses by the number of selected coordinates in the previous
@@ -207,7 +207,9 @@ class Exchange:
             self._update_forecasts(transfer, header, all_sizes)
         for transfer in transfers:
             transfer.finish()
-        sent_bytes = sum(transfer.sent_bytes for transfer in transfers) + 8 * sum(part.numel() for part in numbers)
+        sent_bytes = sum(transfer.sent_bytes for transfer in transfers)
+        if self.workers.num_workers > 1:
+            sent_bytes += 8 * sum(part.numel() for part in numbers)
         dense_elements = sum(transfer.out.numel() for transfer in transfers if transfer.is_dense)
         self._transfers, self._headers = [], []
         self.buffers.end_step()

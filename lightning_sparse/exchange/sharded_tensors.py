@@ -70,7 +70,10 @@ def write_folder(tree: dict[str, Any], folder: Path) -> dict[str, int]:
 
 
 def changed(folder: Path, crcs: Mapping[str, int]) -> str | None:
-    """Return the name of a changed file of a folder; each rank checks its share of the files. Not collective."""
+    """Return the name of a changed file, or None. Not collective.
+
+    Each rank checks its share.
+    """
     own = [name for name in sorted(crcs)[dist.get_rank() :: dist.get_world_size()] if (folder / name).exists()]
     return next((name for name in own if _crc(folder / name) != crcs[name]), None)
 

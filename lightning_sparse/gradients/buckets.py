@@ -201,7 +201,7 @@ class ParameterUse:
         return marks
 
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
-        """Return names of used parameters, and of used ones with old gradients on other workers.
+        """Return names of parameters any worker used, and those with old gradients.
 
         The notes of a bucket are all workers' ``marks``, on the CPU: shape (n, 2 L).
         """
@@ -237,7 +237,7 @@ class ParameterUse:
         return old.nbytes
 
     def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
-        """Restore old gradients of layers that no worker used, as buckets may be gradients."""
+        """Restore unused layers' old gradients, which may be views of buckets."""
         for name, start, end in layout.spans() if self._old else ():
             if name in self._old and name not in used_by_any:
                 gradient[start:end] = self._old[name]

@@ -163,7 +163,7 @@ class ShardExchange(Averager):
             parameters: the parameters to exchange, such as those of one optimizer; None for all of the module.
 
         Raises:
-            RuntimeError: the exchange was closed.
+            RuntimeError: the exchange was closed, or only parameters that are not exchanged have gradients.
         """
         if self._is_closed:
             raise RuntimeError("The exchange was closed, so gradients would differ between replicas. Make a new one.")

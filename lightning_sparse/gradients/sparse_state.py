@@ -149,7 +149,8 @@ class SparseState(Averager):
         super().restore(snapshot)
         self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
         if snapshot.history.get("exchange"):  # missing with another number of workers, where sums differ anyway
-            self._ddp_buckets.regroup_as(snapshot.numbers.get("layout", []))
+            self._bucket_names = [tuple(names) for names in snapshot.numbers.get("layout", [])]
+            self._ddp_buckets.regroup_as(self._bucket_names)
         self._note_numbers()
 
     @property

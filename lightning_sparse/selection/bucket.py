@@ -47,9 +47,8 @@ class FlatBucket:
         notes: the caller's numbers for all workers, float64, on the bucket's device; sent in the header.
         average: of out over the workers, once the step is finished, in the residual's dtype; the gradient's memory if
             it fits.
-        weights: w, only of drifts that compiled functions form from the weights: p = x − w, with x in
-            ``residual.before``, and e' = x − w. The gradient is then only memory for the average, and the first of the
-            notes receives max |p|.
+        weights: w, if compiled functions compute the drift p = x − w while they select; x is ``residual.before``, and w
+            becomes x − e'. The gradient is then only memory for the average, and ``notes[0]`` receives max |p|.
         has_moved: whether the average has already moved x and w, without a tensor for the average.
     """
 
@@ -76,9 +75,9 @@ class FlatBucket:
         self.has_moved = True
 
     def pieces(self, run: ThresholdRun) -> list[ThresholdRun]:
-        """Return the pieces of a run, with an infinite threshold where values are left out.
+        """Return the pieces of a run; left-out pieces have an infinite threshold.
 
-        It selects nothing, because the residuals of unused layers are finite.
+        It selects only values that are not finite.
         """
         if not self.left_out:
             return [run]

@@ -98,7 +98,7 @@ class Extraction:
             numbers = self._fill_selected(bucket, transfer)
         if keeps_sums and not uses_c:
             put_back(bucket.residual.after, transfer.rest())
-        elif keeps_sums and numbers.non_finite:
+        if keeps_sums and (not uses_c or numbers.non_finite):
             bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
         numbers.squared_gradient_norm = squared_gradient_norm
         return numbers.header(bucket.gradient.device)
@@ -185,7 +185,7 @@ class Extraction:
         version = compensated._version
         marks = require_marks(self._sparsifier.mark(compensated, bucket.layout), compensated)
         for start, end in bucket.left_out:
-            marks[start:end] = False
+            marks[start:end] = compensated[start:end].isfinite().logical_not_()
         values = self._sparsifier.values(compensated, bucket.layout)
         require_unchanged(compensated, version)
         non_finite = compensated.isfinite().logical_not_().logical_and_(marks).count_nonzero()
@@ -219,7 +219,7 @@ class Extraction:
         if bucket.left_out:
             used = torch.ones_like(compensated, dtype=torch.bool)
             for start, end in bucket.left_out:
-                used[start:end] = False
+                used[start:end] = compensated[start:end].isfinite().logical_not_()
             selected = Selection(*(part[used[selected.indices]] for part in selected))
         sent = keep_rest(compensated, selected, transfer.format.wire)
         if transfer.payload is None:

@@ -102,7 +102,7 @@ class LocalNumbers:
 
     Attributes:
         selected: k of this bucket.
-        non_finite: NaN and infinite values among them.
+        non_finite: selected NaN and infinite values.
         squared_error: ‖e'‖², in gradient units squared.
         largest_slice: the largest count of coordinates in a slice, if the exchange needs it.
         squared_gradient_norm: ‖g‖² of the unscaled gradient, if calibration needs it.

@@ -28,7 +28,7 @@ from lightning_sparse.sparsifiers.protocol import Selection
 def keep_small_sums(
     bucket: FlatBucket, transfer: ReduceScatterTransfer, runs: Sequence[ThresholdRun], averages: Tensor, most: int
 ) -> Tensor:
-    """Add this worker's values to the averages of its slice, and keep all but the first ``most`` large ones.
+    """Complete the sums of this worker's slice; keep small ones as residuals.
 
     Args:
         bucket: its residual holds p and receives e'.

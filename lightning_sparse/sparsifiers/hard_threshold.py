@@ -52,9 +52,8 @@ class HardThreshold(MarkingSparsifier):
     magnitude; how many are sent follows from the data and changes from step to step. It does *not* keep to a budget: a
     step in which all gradients are large sends all of them.
 
-    Give either a threshold or a density. For a density everything is sent in the first steps, while the mean of ‖g‖² is
-    measured (``ThresholdCalibration``). λ follows from it, and is then adjusted so that the average volume meets the
-    density.
+    Give either a threshold or a density. With a density, the first steps send everything and measure the mean of ‖g‖²,
+    from which λ follows (``ThresholdCalibration``). λ is then adjusted so that the average density meets the target.
 
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
@@ -175,7 +174,7 @@ class HardThreshold(MarkingSparsifier):
         self._fix(float(threshold), {})
 
     def fix_layers(self, thresholds: Mapping[str, float]) -> None:
-        """Set λ of single layers by name; all other layers get the largest of them."""
+        """Set λ of layers; others get the largest. Do nothing without layers."""
         if thresholds:
             self._fix(max(thresholds.values()), thresholds)
 

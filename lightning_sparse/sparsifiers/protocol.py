@@ -82,7 +82,7 @@ def in_order(selection: Selection, num_elements: int, dtype: torch.dtype) -> Sel
             are not flat tensors of one length.
         ValueError: an index outside the bucket, or a repeated index.
     """
-    if not isinstance(selection, tuple) or len(selection) != 2:
+    if not isinstance(selection, tuple) or [isinstance(part, Tensor) for part in selection] != [True, True]:
         raise TypeError(f"A sparsifier selected {selection!r}. Return a Selection of indices and values.")
     indices, values = selection
     if (indices.dtype, values.dtype) != (torch.int64, dtype) or indices.dim() != 1 or values.shape != indices.shape:
@@ -92,7 +92,7 @@ def in_order(selection: Selection, num_elements: int, dtype: torch.dtype) -> Sel
             f"{dtype}, both of shape (k,)."
         )
     if not indices.numel():
-        return selection
+        return Selection(indices, values)
     if bool((indices.diff() <= 0).any()):
         indices, order = indices.sort()
         values = values[order]
@@ -158,8 +158,8 @@ class Sparsifier(ABC):
         ``torch.load(weights_only=True)`` must read it: Python's numbers, strings, lists, dicts, tensors.
 
         Args:
-            next_step: the number of the next step for a run that resumes: observations from steps of this number or a
-                higher number do not count.
+            next_step: the number of the step with which a resumed run begins; leave out observations of this and later
+                steps.
         """
         return {}
 
@@ -282,6 +282,8 @@ def describe(value: object) -> object:
     """Return a plain value that differs between workers if the value's content does."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Real):
+        return float(value)  # of NumPy
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

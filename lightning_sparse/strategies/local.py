@@ -47,7 +47,7 @@ class LocalTraining(SparseStrategy):
 
     @property
     def _shared(self) -> SharedWeights | None:
-        """Changes weights during a fit; None before and after."""
+        """The ``SharedWeights`` of a running fit, else None."""
         if self.state is None or self.lightning_module is None:  # as in a process that only starts workers
             return None
         return self.state.shared if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else None

@@ -88,7 +88,7 @@ class NumberLog:
         self.entries: dict[str, Any] = {}
 
     def log(self, module: LightningModule, name: str, value: float, *, on_step: bool = True) -> str | None:
-        """Log a number that is equal on all workers; return the key of a step's entry, None for an epoch's."""
+        """Log a number; return its key, or None for an epoch's entry."""
         results, key = module.trainer._results, f"{module._current_fx_name}.{name}"
         assert results is not None
         # For a float, Lightning makes a tensor on the device and waits. A tensor with sync_dist must be on the device.

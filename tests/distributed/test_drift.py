@@ -354,6 +354,6 @@ def test_a_new_buffer_is_averaged_when_all_workers_have_it():
         if rank == owner:
             model.register_buffer("lazy", torch.tensor([float(rank)]))
         with averager.averaged_weights():
-            pass
+            averager.snapshot(averager.workers)
         averager.step()
         assert not hasattr(model, "lazy") or model.lazy.item() == expected

@@ -178,16 +178,16 @@ def test_the_exchange_equals_a_simulation(num_workers):
     assert num_sent > 100
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize(("place", "dtype"), [(0, torch.float32), (-1, torch.float32), (200, torch.float64)])
 @pytest.mark.parametrize("burst", [1.0, 1000.0])
 @pytest.mark.parametrize("value", [nan, inf])
 @on_workers(3)
-def test_every_worker_gets_values_that_are_not_finite(value, burst, place):
+def test_every_worker_gets_values_that_are_not_finite(value, burst, place, dtype):
     """In the same step, even if more values are selected than the capacity of a payload."""
-    case = Case(sizes=(450,), threshold=10.0, dtype=torch.float32)
+    case = Case(sizes=(450,), threshold=10.0, dtype=dtype)
     state, train = trainer_of(case)
     for step, scale in enumerate([1.0, 1.0, burst, 0.0, 0.0, 0.0]):
-        moves = scale * torch.randn(450)
+        moves = scale * torch.randn(450, dtype=dtype)
         if step == 2 and dist.get_rank() == 1:
             moves[place] = value
         (average,) = train([moves])

@@ -53,6 +53,7 @@ def _stop_and_go_on(sparsifier, stop=STOP, dropped=None):
     model.module.load_state_dict(of_model)
     optimizer.load_state_dict(of_optimizer)
     state.load_state_dict(of_state)
+    assert state.state_dict()["numbers"] == of_state["numbers"]
     run(model, optimizer, batches[stop:], None, state, stop)
     return straight, everything(model, optimizer, state)
 

@@ -132,12 +132,12 @@ def test_monitors_count_and_log_nothing_in_barebones_mode() -> None:
 
 
 def test_histograms_hold_finite_values_from_before_the_selection() -> None:
-    logger, layout = mock.Mock(TensorBoardLogger), LayerLayout(("weight", "bias"), (3, 1))
+    logger, layout = mock.Mock(TensorBoardLogger), LayerLayout(("weight", "bias", "unused"), (3, 1, 1))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=3))
     trainer: Any = SimpleNamespace(loggers=[logger], is_global_zero=True, fit_loop=loop)
-    residual = Residual(torch.tensor([0.5, -1.0, 2.0, 0.25]), torch.full((4,), 7.0))
-    scaled = torch.tensor([2.0, 4.0, float("inf"), 0.5])
-    bucket = FlatBucket(0, layout, scaled, residual, is_last=True, loss_scale=torch.tensor([2.0]))
+    residual = Residual(torch.tensor([0.5, -1.0, 2.0, 0.25, 1.0]), torch.full((5,), 7.0))
+    scaled = torch.tensor([2.0, 4.0, float("inf"), 0.5, 0.0])
+    bucket = FlatBucket(0, layout, scaled, residual, True, loss_scale=torch.tensor([2.0]), left_out=[(4, 5)])
     _add_histograms(trainer, ("compensated", "residual", "gradient"), bucket)
     added = [call.args for call in logger.experiment.add_histogram.call_args_list]
     assert {tag: (step, values.tolist()) for tag, values, step in added} == {
@@ -251,6 +251,7 @@ def test_a_message_names_the_steps_that_loggers_skip(tmp_path: Path, every: int)
 def test_a_single_worker_has_no_table() -> None:
     [alone] = watch([DensityMonitor()], num_workers=1)
     assert alone.printed == ""
+    assert not any(step.payload_bytes for step in alone.steps)
 
 
 def test_rank_0_prints_the_last_line_of_the_error_monitor() -> None:
@@ -264,7 +265,10 @@ def test_rank_0_prints_the_last_line_of_the_error_monitor() -> None:
 
 
 def test_monitors_warn_and_stay_idle_under_plain_ddp() -> None:
-    workers = watch([DensityMonitor(), ErrorMonitor(per_layer=True)], strategy="ddp")
+    monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
+    for monitor in monitors:  # after a resume
+        monitor._totals.update(steps=1, largest_error_norm=2.0)
+    workers = watch(monitors, strategy="ddp")
     for worker in workers:
         assert worker.printed == ""
         assert not any(name.startswith("sparse/") for name in worker.callback_metrics)

@@ -157,10 +157,11 @@ def test_gaussian_k_sends_no_zeros_and_ignores_non_finite_values_in_its_statisti
 DOUBLES = torch.arange(2), torch.ones(2, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("selection", [None, torch.ones(2), (torch.ones(2),), DOUBLES])
+@pytest.mark.parametrize("selection", [None, torch.ones(2), (torch.ones(2),), ([], []), DOUBLES])
 def test_in_order_rejects_other_types_than_selections(selection):
     with pytest.raises(TypeError, match="Return a Selection of indices and values"):
         in_order(selection, 4, torch.float32)
+    assert in_order((torch.arange(0), torch.ones(0)), 4, torch.float32).indices.tolist() == []
 
 
 @pytest.mark.parametrize("marks", [None, torch.ones(4), torch.ones(3, dtype=torch.bool)])

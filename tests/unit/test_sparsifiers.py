@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -104,7 +105,8 @@ def test_different_sparsifiers_have_different_settings():
     different = [
         *(alike[0], HardThreshold(threshold=0.2), HardThreshold(threshold=0.1, layer_thresholds={"*": 0.0})),
         *(HardThreshold(density=0.1), HardThreshold(density=0.1, granularity="layer"), Dense()),
-        *(TopK(), TopK(granularity="model"), RandomK(), RandomK(same_on_all=False), RandomK(seed=1)),
+        *(TopK(np.float32(0.1)), TopK(np.float32(0.2)), TopK(granularity="model"), RandomK(same_on_all=False)),
+        *(TopK(), RandomK(), RandomK(seed=1)),
     ]
     assert len({repr(sparsifier.settings()) for sparsifier in different}) == len(different)
     surveyed, begun = TopK(granularity="model"), RandomK()  # the state of a step is not a setting

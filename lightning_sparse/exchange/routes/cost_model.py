@@ -66,7 +66,7 @@ class Speeds(NamedTuple):
 
 
 def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False) -> Speeds:
-    """Return the speeds of CPUs, which are measured, or of GPUs, of which only the launch is measured.
+    """Return measured speeds of CPUs, or speeds of GPUs, mostly predicted.
 
     CPU: 34 ns and 8 ns per coordinate at a density of 20 % without a compiler (benchmarks/selection.py), and 1.3 ns per
     byte for a Gloo all-reduce in addition to the link's time. The default link has 10 Gbit/s. On a slower link, buckets

@@ -50,8 +50,8 @@ class ReduceScatterTransfer(GatherTransfer):
         thresholds_sums: whether small sums stay with the worker of their slice.
 
     Attributes:
-        keep_sums: takes the averages of the slice without this worker's values, shape (slice elements,), and the most
-            coordinates that may be sent; leaves the averages to send, and returns the number of large ones.
+        keep_sums: called with the slice's averages without this worker's values, shape (slice elements,), and a
+            capacity. Changes them in place to the averages to send, and returns the number of large ones.
         put_back: adds values at unique indices to the residual.
     """
 

@@ -71,7 +71,7 @@ class Transfer:
 
     @property
     def divisor(self) -> int:
-        """The divisor of a masked gradient for the caller: n, or 1 if sums of values are divided later."""
+        """n, the divisor of masked gradients; 1 if the route divides."""
         return 1 if self.format.wire.is_stepped or self.by_senders else self.workers.num_workers
 
     def start(self) -> None:
