@@ -7,7 +7,7 @@ milliseconds and wait for the other's message. The table shows the median millis
 
     ready, send     posts the receive, then sends
     send, ready     sends, then posts the receive
-    … batch         also gives Gloo's threads SCHED_BATCH (lightning_sparse.exchange.workers.let_senders_finish)
+    … batch         also gives Gloo's threads SCHED_BATCH (lightning_sparse.exchange.workers.use_batch_scheduling)
 
 The package uses "send, ready, batch" up to lightning_sparse.exchange.workers.SMALL_MESSAGE_BYTES, and "ready, send,
 batch" above. With --busy, another process competes for each core, like a data loader.

@@ -65,7 +65,7 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
     else:
         transfer.format.fill(transfer.payload, selection)
         capacity = transfer.format.capacity(transfer.payload.numel())
-        transfer.rest = lambda: Selection(selection.indices[capacity:], selection.values[capacity:])
+        transfer.overflow = lambda: Selection(selection.indices[capacity:], selection.values[capacity:])
     exchange.start(transfer, header)
     return exchange.finish()[1]
 

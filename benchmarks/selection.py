@@ -72,7 +72,7 @@ class Transfer:
     def __init__(self, payload_format: PayloadFormat, out: Tensor, payload: Tensor | None) -> None:
         self.format, self.out, self.payload = payload_format, out, payload
         self.is_cleared, self.divisor, self.buffers = False, 2, Buffers()
-        self.rest: Any = None
+        self.overflow: Any = None
 
 
 def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[str, tuple[Way, float]]:

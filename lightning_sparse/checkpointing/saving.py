@@ -33,7 +33,7 @@ from lightning_sparse.checkpointing.content import (
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
-from lightning_sparse.exchange.sharded_tensors import like_parameter, whole, write_folder
+from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter, write_folder
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.gradients.sparse_state import SparseState
@@ -41,19 +41,19 @@ from lightning_sparse.gradients.sparse_state import SparseState
 _T = TypeVar("_T")
 PATIENCE = 300.0
 """Seconds that a worker waits until all others save. Validation may delay a worker that long."""
-PATIENCE_IN_TROUBLE = 15.0
+SHORT_PATIENCE = 15.0
 """Seconds to wait while an exception or a signal is handled: others may never save, and the job is killed soon."""
 CHUNK_BYTES = 2**23
 """Size of the chunks in which rank 0 receives tensors; rank 0 needs four times as much memory."""
 
 
-def patience_of(timeout: timedelta | None, *, is_broken_off: bool = False) -> float:
+def patience_of(timeout: timedelta | None, *, is_exchanging: bool = False) -> float:
     """Return the seconds to wait for others, at most a process group's timeout."""
-    patience = PATIENCE_IN_TROUBLE if is_broken_off or is_in_trouble() else PATIENCE
+    patience = SHORT_PATIENCE if is_exchanging or is_interrupted() else PATIENCE
     return patience if timeout is None else min(patience, timeout.total_seconds())
 
 
-def is_in_trouble() -> bool:
+def is_interrupted() -> bool:
     """Return whether an exception is being handled, or a signal by Lightning."""
     if sys.exc_info()[0] is not None:
         return True
@@ -83,7 +83,7 @@ def run_together(
     if not barrier.is_saving:
         obstacles = [*obstacles, *averager.obstacles()]
         status = {"progress": averager.progress, "obstacles": obstacles}
-        patience = patience_of(timeout, is_broken_off=averager.is_exchanging)
+        patience = patience_of(timeout, is_exchanging=averager.is_exchanging)
         why_not = barrier.wait(status, patience) or next(iter(obstacles), "")
     if not why_not:
         barrier.is_saving = True  # a signal may request another save during this one
@@ -190,7 +190,9 @@ def collect(
         if workers.rank == 0:
             content["shared"] = next(iter(_gathered(shared, Workers(None, 0, 1), replica)), {})
         if own and worker_state == "small" and replica.num_workers == 1:
-            content["workers"] = [{kind: _mean_on_first(of_kind, workers) for kind, of_kind in whole(own).items()}]
+            content["workers"] = [
+                {kind: _mean_on_first(of_kind, workers) for kind, of_kind in full_tensors(own).items()}
+            ]
         elif own:
             content["workers"] = _gathered(own, workers, replica)
     return content
@@ -212,7 +214,7 @@ def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers) -> lis
     ends = accumulate(getattr(entry, "nbytes", CHUNK_BYTES) for _, entry in entries)
     # Workers with equal parameters have equal chunks.
     for _, chunk in groupby(zip(ends, entries, strict=True), lambda placed: placed[0] // CHUNK_BYTES):
-        full = whole(dict(entry for _, entry in chunk), on_cpu=True)
+        full = full_tensors(dict(entry for _, entry in chunk), on_cpu=True)
         parts = workers.gather_objects_to_first(copied(full)) if replica.rank == 0 else []
         for of_worker, part in zip(of_workers, parts, strict=False):
             for (kind, name), entry in part.items():

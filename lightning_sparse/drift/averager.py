@@ -249,6 +249,7 @@ class SparseModelAverager(Averager):
     def reset(self) -> None:
         """Return to the state before the first step; the anchor is the current weights."""
         self._engine.reset()
+        self.epoch = None
         self.shared.own = {}
         self.exchange.restart()
         self.num_steps = 0

@@ -120,11 +120,11 @@ class DriftExchange:
                 if not drift.has_moved:
                     bucket.subtract(drift.average)
                 continue
-            target, unused = bucket.anchor, bucket.drift
+            target, memory = bucket.anchor, bucket.drift
             if self.options.keep_drift:
-                target, unused = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift), bucket.kept
+                target, memory = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift), bucket.kept
             if drift.start is not None:
-                target = bucket.read(unused).sub_(drift.start).add_(target)
+                target = bucket.read(memory).sub_(drift.start).add_(target)
             bucket.write(target)
         self._engine.account(dense_exchanges=self.options.every_n_steps)
         self.is_changing = False

@@ -20,7 +20,7 @@ from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 
-BROKEN_OFF = "it was saved in the middle of an exchange, which an exception interrupted"
+INTERRUPTED = "it was saved in the middle of an exchange, which an exception interrupted"
 """Why a checkpoint lacks tensors of workers."""
 
 
@@ -38,6 +38,7 @@ class Averager:
         sparsifier: this averager's copy, with the calibrated λ after calibration.
         residuals: unsent values, only of averagers of gradients.
         is_exchanging: whether an exchange is running or was interrupted.
+        epoch: the epoch of the last ``begin_epoch``; None if unknown.
         replica: the ranks among which a model is sharded; only this rank if it is not sharded.
         place: this rank and the number of ranks, as ``state_dict`` saves them.
         observed_steps: the steps of optimizers on these parameters; None for DDP's buckets and simulated workers.
@@ -46,6 +47,7 @@ class Averager:
     kind: ClassVar[str]
     residuals: ResidualMemory
     is_exchanging = False
+    epoch: int | None = None
     replica = Workers(None, 0, 1)
     observed_steps: ParameterStepObserver | None = None
     _advice_for_others = "begin without it"
@@ -108,13 +110,8 @@ class Averager:
                 f"Got begin_epoch({epoch!r}, {learning_rates!r}). Give the number of the epoch, and the learning rates "
                 "of all parameter groups in a list."
             ) from None
-        self._engine.epoch = number
+        self.epoch = number
         self.sparsifier.begin_epoch(number, rates)
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch of the last ``begin_epoch``; None if unknown."""
-        return self._engine.epoch
 
     def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
         """Call the receiver with the statistics of every later exchange when that ends.
@@ -173,7 +170,7 @@ class Averager:
 
     def reset(self) -> None:
         """Return to the state before the first step. Not collective."""
-        self._mark = None
+        self._mark = self.epoch = None
         self.is_exchanging = False
         self.residuals.load_state_dict({})
         self._engine.reset()
@@ -190,7 +187,7 @@ class Averager:
 
     def obstacles(self) -> list[str]:
         """Return reasons why a checkpoint cannot hold this worker's tensors now."""
-        return [BROKEN_OFF] if self.is_exchanging else []
+        return [INTERRUPTED] if self.is_exchanging else []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which this worker continues exactly.

@@ -129,7 +129,7 @@ class Calibrator:
             return
         thresholds: dict[str, float] = {}
         for name, layer in stats.layers.items():
-            if layer.num_elements and not sparsifier.is_given(name):
+            if layer.num_elements and sparsifier.given_threshold(name) is None:
                 thresholds[name] = sparsifier.threshold_of(name)
                 if names is None or name in names:
                     share = share_of_layer(sparsifier.density, layer.num_elements)
@@ -150,7 +150,7 @@ class Calibrator:
         """Return λ, the running calibration and the controllers; None for a missing λ or calibration."""
         return {
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
-            "layer_thresholds": {} if self._sparsifier is None else dict(self._sparsifier.of_layers),
+            "layer_thresholds": {} if self._sparsifier is None else dict(self._sparsifier.calibrated_layers),
             "calibration": None if self._running is None else dict(vars(self._running)),
             "controls": {name: dict(vars(control)) for name, control in self._controls.items()},
         }

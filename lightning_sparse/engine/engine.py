@@ -60,7 +60,6 @@ class Engine:
         last_step: the statistics of the last step, None before the first.
         wait_seconds: seconds for which this worker waited in the last step after it started its last bucket.
         next_step: the number of the next step for the sparsifier; the caller may set it back.
-        epoch: the number of the epoch that began last; None if unknown.
         subscribers: called with the statistics of each step after its exchange; must not communicate.
         of_whole_model: returns the model's statistics from this rank's if the model is sharded. The result is equal on
             all ranks of a replica.
@@ -92,7 +91,6 @@ class Engine:
         self.last_step: StepStats | None = None
         self.next_step = 0
         self.wait_seconds = 0.0
-        self.epoch: int | None = None
         self.subscribers: list[Callable[[StepStats], None]] = []
         self.of_whole_model: Callable[[StepStats], StepStats] = lambda stats: stats
         self.watch_next: Callable[[FlatBucket], None] | None = None
@@ -120,12 +118,11 @@ class Engine:
             if bucket.is_last:
                 self.watch_next = None
         gradient, layout, dtype = bucket.gradient, bucket.layout, bucket.residual.after.dtype
-        is_full = self.calibrator.is_running
-        if self.options.exchange == "sparse_sums" and getattr(self.sparsifier, "threshold", None) == 0:
-            is_full = True  # nothing may wait
         # A layer may have a λ of its own, also in calibration.
         runs = self.sparsifier.runs(layout, dtype) if isinstance(self.sparsifier, HardThreshold) else None
         sends_all = runs is not None and not any(run.threshold for run in runs)
+        # If workers send everything, no sum may wait.
+        is_full = self.calibrator.is_running or (sends_all and self.options.exchange == "sparse_sums")
         bucket.average = gradient
         if gradient.dtype != dtype:  # too narrow for the average
             name = "average", bucket.index
@@ -210,7 +207,7 @@ class Engine:
         self._saved_calibrator.begin()
         self.exchange.load_state_dict({})
         self._saved_sparsifier.load_state_dict({})
-        self.last_step = self.epoch = None
+        self.last_step = None
         self.next_step = 0
 
     def mark(self) -> Mapping[str, Any]:
@@ -245,7 +242,6 @@ class Engine:
         if saved["settings"] == self._settings:
             self._saved_calibrator.load_state_dict(saved)
             self._saved_sparsifier.load_state_dict(history.get("sparsifier", {}))
-            self.epoch = None
         elif self.workers.rank == 0:
             log_other_settings(self._settings, saved["settings"])
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])

@@ -28,7 +28,7 @@ from lightning_sparse.exchange.routes.hierarchical import HierarchicalTransfer
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer, slice_elements
 from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NUM_SELECTED, Transfer
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.exchange.workers import Pending, Workers, let_senders_finish, let_threads_finish
+from lightning_sparse.exchange.workers import Pending, Workers, use_batch_scheduling, wait_for_threads_at_exit
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense", "hierarchical"]
 FIRST_CAPACITY = 1024
@@ -74,8 +74,8 @@ class Exchange:
         self.counts_slices = has_slices or mode in ("reduce_scatter", "sparse_sums")
         self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         if workers is None and self.workers.is_over_gloo:
-            let_senders_finish()
-            let_threads_finish()
+            use_batch_scheduling()
+            wait_for_threads_at_exit()
         self.buffers = Buffers()
         self._coalescer = PayloadCoalescer(link_gbit_s)
         self._forecasts: dict[str, dict[tuple[int, int], Forecast]] = {"selected": {}, "slices": {}, "unions": {}}

@@ -65,7 +65,7 @@ class SaveBarrier:
             self._saving = new_workers(self._workers.group, self._workers.global_ranks, name)
             if not self._saving.is_over_gloo:
                 # NCCL connects a group in its first operation, which needs all ranks; later messages have two ranks.
-                self._saving.all_reduce(torch.zeros(1, device=self._saving.message_device(torch.device("cpu")))).wait()
+                self._saving.all_reduce(torch.zeros(1, device=self._saving.message_device)).wait()
         return self._saving
 
     def close(self) -> None:

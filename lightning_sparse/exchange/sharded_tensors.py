@@ -37,8 +37,8 @@ def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
     )
 
 
-def whole(tree: Any, *, on_cpu: bool = False) -> Any:
-    """Return nested containers with full tensors instead of sharded ones. Collective for their ranks.
+def full_tensors(tree: Any, *, on_cpu: bool = False) -> Any:
+    """Return nested containers with full instead of sharded tensors. Collective.
 
     ``on_cpu`` copies each full tensor to the CPU before the next one is gathered.
     """

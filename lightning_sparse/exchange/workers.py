@@ -81,7 +81,7 @@ class Workers:
     """The process group of an exchange and its collectives.
 
     Over Gloo, gather and all-to-all consist of messages: every worker first posts the receives from all others, then
-    sends. For small messages it sends first, so that nothing arrives meanwhile (``let_senders_finish``). Gloo's
+    sends. For small messages it sends first, so that nothing arrives meanwhile (``use_batch_scheduling``). Gloo's
     all-gather is a ring of n − 1 rounds, in which a posted receive waits behind data in its direction. At 100 Mbit/s,
     8 MB between two workers took 1.5 times the link's time, and twice the time with Gloo's all-to-all
     (benchmarks/scaling.py).
@@ -173,11 +173,10 @@ class Workers:
                 objects.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
         return objects
 
-    def message_device(self, device: torch.device) -> torch.device:
-        """Return the device for sending a tensor: the CPU for Gloo, a GPU for NCCL."""
-        if self.is_over_gloo:
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" else device
+    @property
+    def message_device(self) -> torch.device:
+        """The device for sending a CPU tensor: the CPU for Gloo, a GPU for NCCL."""
+        return torch.device("cpu") if self.is_over_gloo else torch.device("cuda", torch.cuda.current_device())
 
     def sends_messages(self, tensor: Tensor) -> bool:
         """Return whether workers gather this tensor by messages between all pairs."""
@@ -218,7 +217,7 @@ class Workers:
 
     def _send_or_receive(self, tensor: Tensor, source: int) -> None:
         """Send a CPU tensor from worker ``source`` to rank 0, which receives it in place."""
-        device, sends = self.message_device(tensor.device), self.rank == source
+        device, sends = self.message_device, self.rank == source
         part = tensor.to(device) if sends else torch.empty_like(tensor, device=device)
         peer = self.global_ranks[0 if sends else source]
         if self.is_over_gloo:
@@ -231,7 +230,7 @@ class Workers:
             tensor.copy_(part)
 
 
-def let_senders_finish() -> None:
+def use_batch_scheduling() -> None:
     """Prevent Gloo's receiving threads from preempting sending threads. On Linux, without privileges.
 
     A receiving thread polls for the lock of a sender to the same worker (``Pair::handleEvents``,
@@ -250,7 +249,7 @@ def let_senders_finish() -> None:
 
 
 @cache
-def let_threads_finish() -> None:
+def wait_for_threads_at_exit() -> None:
     """Give Gloo's threads time to release tensors before Python ends; once per process.
 
     With torch 2.15, a thread that waits for Python's lock when Python ends aborts the process, with status 134

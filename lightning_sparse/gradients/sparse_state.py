@@ -255,10 +255,10 @@ class SparseState(Averager):
             known = self._mark, running
         received = next(filter(None, gather_objects(known, self.workers.group)))
         if not knows:
-            last_step, epoch = self._engine.last_step, self._engine.epoch
+            last_step = self._engine.last_step
             self._mark, running = received
             self._engine.restore(running)
-            self._engine.last_step, self._engine.epoch = last_step, epoch  # this worker took part in every exchange
+            self._engine.last_step = last_step  # this worker took part in every exchange
 
     def _count_step(self, names: set[str]) -> None:
         self._engine.calibrator.confirm(names)

@@ -66,9 +66,9 @@ class Extraction:
             float64, shape (``header_fields``,), on the bucket's device.
         """
         wire = transfer.format.wire
-        keeps_sums = isinstance(transfer, ReduceScatterTransfer) and transfer.thresholds_sums
-        if keeps_sums:
-            assert isinstance(transfer, ReduceScatterTransfer)
+        keeps_sums = False
+        if isinstance(transfer, ReduceScatterTransfer) and transfer.thresholds_sums:
+            keeps_sums = True
             transfer.keep_sums = partial(keep_small_sums, bucket, transfer, self._runs(bucket))
             transfer.put_back = partial(put_back, bucket.residual.after)
             bucket = replace(bucket, left_out=[*bucket.left_out, transfer.own_slice])
@@ -97,7 +97,7 @@ class Extraction:
         else:
             numbers = self._fill_selected(bucket, transfer)
         if keeps_sums and not uses_c:
-            put_back(bucket.residual.after, transfer.rest())
+            put_back(bucket.residual.after, transfer.overflow())
         if keeps_sums and (not uses_c or numbers.non_finite):
             bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
         numbers.squared_gradient_norm = squared_gradient_norm
@@ -108,7 +108,7 @@ class Extraction:
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         if transfer.payload is not None:
             transfer.is_cleared = transfer.out is bucket.gradient
-            transfer.rest = partial(self._take_rest_from_residual, bucket, transfer.format, transfer.payload)
+            transfer.overflow = partial(self._take_overflow, bucket, transfer.format, transfer.payload)
         take_out_fused(bucket, transfer, runs, header, *self._counted(bucket, transfer))
         if self._per_layer:
             # The kernels write the selected coordinates of each layer, which precede the errors.
@@ -163,11 +163,11 @@ class Extraction:
             bucket.notes[0] = step.largest
             transfer.take_payloads = bucket.move
         if transfer.payload is not None:
-            transfer.rest = partial(self._take_rest_from_residual, bucket, transfer.format, transfer.payload)
+            transfer.overflow = partial(self._take_overflow, bucket, transfer.format, transfer.payload)
         if not self._keeps_rest:
             if transfer.payload is not None and step.selected > step.capacity:
-                rest = transfer.rest()  # takes it out of the residual
-                transfer.rest = lambda: rest
+                overflow = transfer.overflow()  # takes it out of the residual
+                transfer.overflow = lambda: overflow
             after.zero_()
             errors = [0.0] * len(errors)
         numbers = LocalNumbers(step.selected, step.non_finite, sum(errors))
@@ -198,11 +198,11 @@ class Extraction:
             transfer.format.fill_marked(transfer.payload, marks, sent)
             capacity = transfer.format.capacity(transfer.payload.numel())
 
-            def rest() -> Selection:
+            def overflow() -> Selection:
                 indices = marks.nonzero().squeeze(1)[capacity:]
                 return Selection(indices, sent[indices])
 
-            transfer.rest = rest
+            transfer.overflow = overflow
 
         def count_before(positions: Tensor) -> Tensor:
             return torch.nn.functional.pad(marks.cumsum(0), (1, 0)).index_select(0, positions)
@@ -228,12 +228,12 @@ class Extraction:
         else:
             transfer.format.fill(transfer.payload, sent)
             capacity = transfer.format.capacity(transfer.payload.numel())
-            transfer.rest = lambda: Selection(sent.indices[capacity:], sent.values[capacity:])
+            transfer.overflow = lambda: Selection(sent.indices[capacity:], sent.values[capacity:])
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
         count_before = partial(torch.searchsorted, sent.indices)
         return self._numbers(bucket, transfer, sent.indices.numel(), non_finite, count_before)
 
-    def _take_rest_from_residual(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
+    def _take_overflow(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
         """Take the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
         anchor, residual, _ = bucket.residual
         if bucket.weights is not None:
@@ -248,10 +248,10 @@ class Extraction:
                 part = residual[position:end]
                 indices = (part.abs() < threshold).logical_not_().nonzero().squeeze(1)
                 selections.append(Selection(indices + position, exceed(part[indices], excess)))
-        rest = keep_rest(residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire)
+        overflow = keep_rest(residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire)
         if bucket.weights is not None:
-            bucket.weights.put(rest.indices, (anchor - residual)[rest.indices])
-        return rest
+            bucket.weights.put(overflow.indices, (anchor - residual)[overflow.indices])
+        return overflow
 
     def _numbers(
         self,

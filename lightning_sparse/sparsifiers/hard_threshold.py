@@ -124,7 +124,7 @@ class HardThreshold(MarkingSparsifier):
         self.layer_thresholds = dict(layer_thresholds or {})
         self.granularity = granularity
         self.overshoot = float(overshoot)
-        self._of_layers: dict[str, float] = {}
+        self._calibrated_layers: dict[str, float] = {}
         self._given: dict[str, float | None] = {}
         self._runs: dict[tuple[LayerLayout, torch.dtype, bool], tuple[ThresholdRun, ...]] = {}
 
@@ -139,7 +139,7 @@ class HardThreshold(MarkingSparsifier):
         Returns None while λ is unknown, and if a λ is 0, because sent values then have no smallest magnitude. Also
         returns None if ``most_steps`` are too few for values far above the largest λ, whose remainders could grow.
         """
-        known = [self.current_threshold, *self._of_layers.values(), *self.layer_thresholds.values()]
+        known = [self.current_threshold, *self._calibrated_layers.values(), *self.layer_thresholds.values()]
         step = power_of_two(min(known) / STEPS) if min(known) > 0 else 0.0
         return step if 0 < step <= min(known) / STEPS and most_steps * step >= REACH * max(known) else None
 
@@ -179,29 +179,29 @@ class HardThreshold(MarkingSparsifier):
             self._fix(max(thresholds.values()), thresholds)
 
     def _fix(self, threshold: float | None, of_layers: Mapping[str, float]) -> None:
-        self.threshold, self._of_layers = threshold, dict(of_layers)
+        self.threshold, self._calibrated_layers = threshold, dict(of_layers)
         self._runs.clear()
 
     @property
-    def of_layers(self) -> Mapping[str, float]:
-        """λ by name of layers with a λ of their own, apart from ``layer_thresholds``."""
-        return self._of_layers
+    def calibrated_layers(self) -> Mapping[str, float]:
+        """Calibrated λ by layer name, without ``layer_thresholds``."""
+        return self._calibrated_layers
 
     def forget_calibration(self) -> None:
         """Forget λ, which follows from a density."""
         self._fix(None, {})
 
-    def is_given(self, name: str) -> bool:
-        """Return whether ``layer_thresholds`` has a λ for the layer with this parameter name."""
+    def given_threshold(self, name: str) -> float | None:
+        """Return λ in ``layer_thresholds`` of the layer with this parameter name, None if it has none."""
         if name not in self._given:
             given = (value for pattern, value in self.layer_thresholds.items() if fnmatchcase(name, pattern))
             self._given[name] = next(given, None)
-        return self._given[name] is not None
+        return self._given[name]
 
     def threshold_of(self, name: str) -> float:
         """Return λ of the layer with this parameter name, in gradient units."""
-        given = self._given[name] if self.is_given(name) else None
-        return self._of_layers.get(name, self.current_threshold) if given is None else given
+        given = self.given_threshold(name)
+        return self._calibrated_layers.get(name, self.current_threshold) if given is None else given
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Mark the coordinates for which not (abs(p) < λ); see `MarkingSparsifier.mark`."""
@@ -231,7 +231,7 @@ class HardThreshold(MarkingSparsifier):
         key = (layout, dtype, by_layer)
         if key not in self._runs:
             runs: list[ThresholdRun] = []
-            has_one = layout.names and not (by_layer or self._of_layers or self.layer_thresholds)
+            has_one = layout.names and not (by_layer or self._calibrated_layers or self.layer_thresholds)
             # λ may change in every step, and a model may have many layers.
             for name, start, end in [(layout.names[0], 0, layout.num_elements)] if has_one else layout.spans():
                 threshold = _round_up(self.threshold_of(name) + 0.0, dtype)  # the bits of -0.0 are large

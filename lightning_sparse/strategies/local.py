@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.saving import collect_together, is_in_trouble, run_together
+from lightning_sparse.checkpointing.saving import collect_together, is_interrupted, run_together
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.options import DriftOptions
@@ -175,7 +175,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
         another_may_follow = hook == "on_after_backward" and not self._module.automatic_optimization
         needs_weights = hook in _IN_A_STEP or another_may_follow
         # Received values would change weights that a backward needs.
-        is_pending = bool(averager.exchange.pending) and (is_in_trouble() or needs_weights)
+        is_pending = bool(averager.exchange.pending) and (is_interrupted() or needs_weights)
         is_written_to = averager.shared.was_written_to
         return ["the shared weights were changed"] * is_written_to + ["an exchange has not ended"] * is_pending
 

@@ -46,7 +46,7 @@ def test_each_layer_sends_its_share_by_its_own_threshold():
         for name, parameter in model.named_parameters():
             assert not used[name] or (parameter - anchor[name]).abs().max() < used[name]
         densities.append({name: layer.density for name, layer in averager.last_step.layers.items()})
-    thresholds = dict(averager.sparsifier.of_layers)
+    thresholds = dict(averager.sparsifier.calibrated_layers)
     assert of_all_workers(thresholds) == [thresholds] * 2
     assert thresholds.keys() == {"0.weight", "0.bias", "2.weight", "2.bias", "4.weight"}
     assert len(set(thresholds.values())) == 5

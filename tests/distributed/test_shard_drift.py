@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager
-from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
+from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter
 from tests.distributed import drift_simulation
 from tests.distributed.drift_simulation import CASES, Simulation, at_least, flat
 from tests.distributed.test_shards import LAYOUTS, STEPS, build_batches, build_mesh, sharded
@@ -57,13 +57,15 @@ def train(layout, options):
 
 
 def weights_of(averager):
-    return torch.cat([whole(parameter.detach()).flatten() for parameter in averager.parameters.values()])
+    return torch.cat([full_tensors(parameter.detach()).flatten() for parameter in averager.parameters.values()])
 
 
 def anchor_of(averager):
     parameters = averager.parameters
     named = averager.anchor().items()
-    return torch.cat([whole(like_parameter(parameters[name], tensor.reshape(-1))).flatten() for name, tensor in named])
+    return torch.cat(
+        [full_tensors(like_parameter(parameters[name], tensor.reshape(-1))).flatten() for name, tensor in named]
+    )
 
 
 def simulated(layout, options):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_sparse import ExchangeOptions, HardThreshold, ShardExchange
 from lightning_sparse.engine import grouping
 from lightning_sparse.exchange.groups import replica_workers
-from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
+from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter
 from tests.integration.hsdp_models import build_network, whole_weights
 from tests.workers import on_workers, run_workers
 
@@ -45,7 +45,7 @@ def sharded(model, mesh):
 
 def whole_residuals(exchange):
     named = exchange.snapshot().own["unsent"].items()
-    return {name: whole(like_parameter(exchange.parameters[name], residual)) for name, residual in named}
+    return {name: full_tensors(like_parameter(exchange.parameters[name], residual)) for name, residual in named}
 
 
 FALLS_AT = 4

@@ -30,7 +30,7 @@ KEY = "lightning_sparse"
 THRESHOLD = 1.125
 LOCAL_THRESHOLD = 0.6
 STEPS, RESUMED_STEPS = 6, 9
-GROUP_TIMEOUT, PATIENCE, PATIENCE_IN_TROUBLE = 8.0, 5.0, 2.5
+GROUP_TIMEOUT, PATIENCE, SHORT_PATIENCE = 8.0, 5.0, 2.5
 HANG = 45.0
 """Seconds after which workers count as hanging; several timeouts may add up, also those of Lightning's barriers."""
 NO_FAULT = 240.0
@@ -160,7 +160,7 @@ def _be_a_worker(case: Case, folder: str, function: Callable[..., None], args: A
         "GROUP_RANK": str(rank * case.hosts // case.num_workers),
     }
     tempfile.tempdir = folder  # a kill leaves the temporary file of Lightning in this folder
-    saving.PATIENCE, saving.PATIENCE_IN_TROUBLE = PATIENCE, PATIENCE_IN_TROUBLE
+    saving.PATIENCE, saving.SHORT_PATIENCE = PATIENCE, SHORT_PATIENCE
     function(rank, case, Path(folder), *args)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparse import HSDPHardThresholdStrategy, LocalHSDPHardThresholdStrategy
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.exchange.sharded_tensors import whole
+from lightning_sparse.exchange.sharded_tensors import full_tensors
 from tests.integration.models import quiet_trainer
 from tests.workers import on_workers, run_workers
 
@@ -185,7 +185,7 @@ def replica_batches(batches_of_ranks: list[list[Any]], ranks: int) -> list[list[
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the full tensor of every parameter by name. Collective in a replica."""
-    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {name: full_tensors(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def fit(strategy: Any, model: LightningModule, **options: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparse import Accordion, SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.checkpointing.content import KEY
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.exchange.sharded_tensors import like_parameter, whole
+from lightning_sparse.exchange.sharded_tensors import like_parameter
 from tests.integration.hsdp_models import (
     DRIFTS,
     GRADIENTS,
@@ -109,7 +109,7 @@ def held(strategy: Any) -> dict[str, Any]:
 
     def full_tensors(tensors: Any) -> dict[str, Tensor]:
         parts = {name: like_parameter(parameters[name], tensor.reshape(-1)) for name, tensor in tensors.items()}
-        return {name: whole(part).clone() for name, part in parts.items()}
+        return {name: full_tensors(part).clone() for name, part in parts.items()}
 
     own, buffers = dict(snapshot.own), {}
     if isinstance(strategy, DRIFTS):
@@ -120,13 +120,13 @@ def held(strategy: Any) -> dict[str, Any]:
     states = [optimizer.state.get(parameter, {}) for parameter in parameters.values()]
     momentum = [of_parameter.get("exp_avg", of_parameter.get("momentum_buffer")) for of_parameter in states]
     return {
-        "model": {name: whole(parameter.detach()).clone() for name, parameter in parameters.items()},
+        "model": {name: full_tensors(parameter.detach()).clone() for name, parameter in parameters.items()},
         "own": {kind: full_tensors(tensors) for kind, tensors in own.items()},
         "shared": {kind: full_tensors(tensors) for kind, tensors in snapshot.shared.items()},
-        "momentum": [None if tensor is None else whole(tensor).clone() for tensor in momentum],
+        "momentum": [None if tensor is None else full_tensors(tensor).clone() for tensor in momentum],
         "buffers": buffers,
         "threshold": state.sparsifier.threshold,
-        "thresholds of layers": dict(state.sparsifier.of_layers),
+        "thresholds of layers": dict(state.sparsifier.calibrated_layers),
         "progress": state.progress,
         "history": snapshot.history["exchange"],
     }

@@ -156,7 +156,7 @@ def test_a_complete_folder_replaces_the_previous_checkpoint(tmp_path: Path, befo
 
 
 def _train_and_raise(folder: str, kind: Any, is_folder: bool, is_alone: bool) -> None:
-    saving.PATIENCE_IN_TROUBLE = 2.0
+    saving.SHORT_PATIENCE = 2.0
     failure = Failure("forward", "raise", 1 if is_alone else int(os.environ["RANK"]), DIES_AT)
     train(folder, kind, failure, keeps_last=True, save_distributed_checkpoint=is_folder)
 

@@ -18,7 +18,7 @@ from recipes.lstm_wikitext2 import corpus as corpus_module
 from recipes.lstm_wikitext2.corpus import FILES, Corpus, CorpusError, read_wikitext2
 from recipes.lstm_wikitext2.data import IGNORED, WikiText2DataModule, Windows, evaluation_columns, training_columns
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
-from recipes.lstm_wikitext2.model import LSTMLanguageModel, TiedLSTM
+from recipes.lstm_wikitext2.model import LSTMLanguageModel
 from recipes.lstm_wikitext2.topics import article_starts
 from tests.integration.models import WEIGHTS_ONLY, assert_equal, quiet_trainer, warnings_of
 from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
@@ -32,13 +32,6 @@ def small_model(**arguments):
 
 
 class TestModel:
-    def test_embedding_and_decoder_share_a_weight(self):
-        network = TiedLSTM(50, 8, 2)
-        assert network.decoder.weight is network.embedding.weight
-        assert 0.09 < network.embedding.weight.abs().max() <= 0.1
-        assert not network.decoder.bias.any()
-        assert (network.lstm.dropout, network.dropout.p) == (0.4, 0.4)
-
     def test_an_error_names_the_vocabulary_size(self):
         model = small_model()
         model.trainer = SimpleNamespace(datamodule=SimpleNamespace(vocabulary_size=333))

@@ -254,11 +254,6 @@ class TestSplit:
         assert counts[:4].tolist() == [0] * 4
         assert counts[4:].tolist() == pytest.approx([num_users * share] * (num_items - 4), abs=5 * deviation + 1e-9)
 
-    def test_candidates_are_the_same_every_time(self, known):
-        again = draw_low_rank_ratings(num_users=60, num_items=200, ratings_per_user=8)
-        assert torch.equal(known.ratings.candidates, again.ratings.candidates)
-        assert torch.equal(known.scores, again.scores)
-
 
 class TestMetrics:
     def test_ranks(self):

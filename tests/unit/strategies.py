@@ -97,19 +97,19 @@ class Transfer:
 
     def __init__(self, wire, capacity, out):
         self.format, self.out = PayloadFormat(out.numel(), wire), out
-        self.payload = self.rest = None
+        self.payload = self.overflow = None
         self.buffers, self.is_cleared = Buffers(), False
         if capacity is not None:
             self.payload = torch.full((self.format.payload_bytes(capacity),), 77, dtype=torch.uint8)
 
     def sent(self, count):
-        """Return the sent values, a payload's rest included, with zeros between."""
+        """Return the sent values, overflow included, with zeros between."""
         if self.payload is None:
             return self.out.clone()
         room = self.format.capacity(self.payload.numel())
         parts = [self.format.unpack(self.payload, torch.float32, min(count, room))]
         if count > room:
-            parts.append(self.rest())
+            parts.append(self.overflow())
             assert parts[1].indices.numel() == count - room
         sent = torch.zeros(self.out.numel())
         for indices, values in parts:

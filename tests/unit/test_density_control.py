@@ -199,7 +199,7 @@ def test_an_unused_layer_keeps_its_threshold():
 def test_an_empty_layer_has_no_threshold():
     sparsifier, calibrator = layered(1.0)
     calibrator.observe(step_of({"empty": LayerStats(2, 0, 0, 0.0)}))
-    assert sparsifier.of_layers == {}
+    assert sparsifier.calibrated_layers == {}
 
 
 def test_the_controller_corrects_only_stepped_layers():

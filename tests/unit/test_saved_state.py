@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.checkpointing.saving import is_in_trouble, patience_of
+from lightning_sparse.checkpointing.saving import is_interrupted, patience_of
 from lightning_sparse.engine.snapshot import DamagedStateError, require_seal, sealed
 from tests.integration.test_damaged_checkpoints import damaged
 
@@ -69,14 +69,14 @@ def test_a_message_names_the_entry_and_both_values() -> None:
 def test_saving_waits_less_for_workers_that_may_be_missing():
     timeouts = (None, timedelta(seconds=40), timedelta(seconds=3))
     assert [patience_of(timeout) for timeout in timeouts] == [300, 40, 3]
-    assert [patience_of(timeout, is_broken_off=True) for timeout in timeouts] == [15, 15, 3]
+    assert [patience_of(timeout, is_exchanging=True) for timeout in timeouts] == [15, 15, 3]
 
 
 def test_a_handled_exception_counts_as_trouble():
-    assert not is_in_trouble()
+    assert not is_interrupted()
     try:
         raise ValueError
     except ValueError:
-        assert is_in_trouble()
+        assert is_interrupted()
         assert patience_of(None) == 15
-    assert not is_in_trouble()
+    assert not is_interrupted()

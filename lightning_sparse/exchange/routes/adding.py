@@ -86,7 +86,7 @@ def add_selection(selection: Selection, out: Tensor, senders: Tensor | None) -> 
         senders.scatter_add_(0, selection.indices, (selection.values != 0).to(senders.dtype))
 
 
-def side_by_side(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
+def concatenate(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
     """Put the content of the j-th payload into the j-th slice. Waits for a GPU only without kernels for it.
 
     A slice has ``payload_format.num_elements``. ``out``, shape (d,), all zeros, holds neighbouring slices, of which the

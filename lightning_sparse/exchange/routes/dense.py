@@ -61,20 +61,20 @@ class DenseStepsTransfer(Transfer):
         """Sum this worker's slice and issue its gather."""
         self.work.wait()
         received = self.format.wire.decoded(self._received.view(self.workers.num_workers, -1), self.out.dtype)
-        self._sums = wire_of_sums(self.format.wire, self.out.dtype, self.workers.num_workers)
+        self._wire = wire_of_sums(self.format.wire, self.out.dtype, self.workers.num_workers)
         sums = received.sum(0)
         if self.by_senders:  # an average is not on the grid
-            self._sums = Wire(self.out.dtype)
+            self._wire = Wire(self.out.dtype)
             sums.div_(received.count_nonzero(0).clamp_(min=1))
-        part = self._sums.encoded(sums)
-        self._gathered = self.take("sums", self._received.numel(), self._sums.storage)
+        part = self._wire.encoded(sums)
+        self._gathered = self.take("sums", self._received.numel(), self._wire.storage)
         self.work = self.workers.all_gather(self._gathered.view(torch.uint8), part.view(torch.uint8))
         self.sent_bytes += part.nbytes
 
     def finish(self) -> None:
         """Divide the sums by n."""
         self.work.wait()
-        self.out.copy_(self._sums.decoded(self._gathered[: self.out.numel()], self.out.dtype))
+        self.out.copy_(self._wire.decoded(self._gathered[: self.out.numel()], self.out.dtype))
         if not self.by_senders:
             self.out.div_(self.workers.num_workers)
 

@@ -14,7 +14,7 @@ from lightning_sparse.sparsifiers.protocol import Selection
 
 MESSAGE_SECONDS = 1e-3
 """Core time of a Gloo message per worker, at any size: 0.2 ms at best, and up to 3 ms without the effect of
-``let_senders_finish`` (docs/performance.md)."""
+``use_batch_scheduling`` (docs/performance.md)."""
 FULL_BYTES = 2**16
 """Bytes of waiting payloads that are sent at once if the link's rate is unknown, suitable for 500 Mbit/s."""
 
@@ -67,7 +67,7 @@ class GatherTransfer(Transfer):
     ::
 
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
-        second             | ends | rest                 |   only then: one all-gather, as large as the largest rest
+        second             | ends | overflow             |   only then: an all-gather for the largest overflow
 
     The result has the bits of ``plain_average`` in tests/distributed/test_exchange.py, because all coordinates of a
     rank are added before those of the next rank.
@@ -91,8 +91,8 @@ class GatherTransfer(Transfer):
 
     def __post_init__(self) -> None:
         self.payload: Tensor = self.take("payload", self.format.payload_bytes(self.capacity), torch.uint8)
-        self._rest_format = PayloadFormat(self.format.num_elements, self.format.wire)
-        self._rests: Tensor | None = None
+        self._overflow_format = PayloadFormat(self.format.num_elements, self.format.wire)
+        self._overflows: Tensor | None = None
         self._is_averaged = False
 
     def start(self) -> None:
@@ -121,31 +121,29 @@ class GatherTransfer(Transfer):
     def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
         """Send the coordinates beyond the capacity; usually there are none."""
         self._counts: list[int] = header[:, NUM_SELECTED].long().tolist()
-        largest_rest = max(self._counts) - self.capacity
-        if largest_rest <= 0:
+        largest_overflow = max(self._counts) - self.capacity
+        if largest_overflow <= 0:
             return
         self._wait_for_payloads()
-        if self._is_averaged or self.take_payloads is not None:
-            self._is_averaged, self.take_payloads = False, None
-            self.out.zero_()
+        self._is_averaged, self.take_payloads = False, None
+        self.out.zero_()
         count = self._counts[self.workers.rank]
         nothing = Selection(self.out.new_empty(0, dtype=torch.int64), self.out.new_empty(0))
-        rest = self.rest() if count > self.capacity else nothing
-        received = None if self.costs is None else self.costs.received_bytes(largest_rest, 0)
+        overflow = self.overflow() if count > self.capacity else nothing
+        received = None if self.costs is None else self.costs.received_bytes(largest_overflow, 0)
         if received is not None and received["gather"] > received["dense"]:
             self.is_dense = True
-            self.out.zero_()
-            for indices, values in (self.format.unpack(self.payload, self.out.dtype, count), rest):
+            for indices, values in (self.format.unpack(self.payload, self.out.dtype, count), overflow):
                 self.out[indices] = values
             self.work = self.workers.all_reduce(self.out)
             self.sent_bytes += self.out.nbytes
             return
-        n, size = self.workers.num_workers, self._rest_format.payload_bytes(aligned(largest_rest))
-        payload = self.take("rest", size, torch.uint8)
-        self._rest_format.fill(payload, rest)
-        gathered = self.take("gathered rests", size * n, torch.uint8)
+        n, size = self.workers.num_workers, self._overflow_format.payload_bytes(aligned(largest_overflow))
+        payload = self.take("overflow", size, torch.uint8)
+        self._overflow_format.fill(payload, overflow)
+        gathered = self.take("gathered overflow", size * n, torch.uint8)
         self.work = self.workers.all_gather(gathered, payload)
-        self._rests = gathered.view(n, size)
+        self._overflows = gathered.view(n, size)
         self.sent_bytes += size
 
     def finish(self) -> None:
@@ -156,14 +154,14 @@ class GatherTransfer(Transfer):
         if self.take_payloads is not None:
             self.take_payloads(self, rows)
             return
-        if not self.is_dense and self._rests is None:
+        if not self.is_dense and self._overflows is None:
             average(self.format, rows, self.out, self.buffers, by_senders=self.by_senders)
             return
         senders = torch.zeros_like(self.out, dtype=torch.int32) if self.by_senders else None
-        if self._rests is not None:
-            for row, rest, count in zip(rows.unbind(), self._rests.unbind(), self._counts, strict=True):
+        if self._overflows is not None:
+            for row, overflow, count in zip(rows.unbind(), self._overflows.unbind(), self._counts, strict=True):
                 held = self.format.unpack(row, self.out.dtype, count)
-                beyond = self._rest_format.unpack(rest, self.out.dtype, max(count - self.capacity, 0))
+                beyond = self._overflow_format.unpack(overflow, self.out.dtype, max(count - self.capacity, 0))
                 add_selection(held, self.out, senders)
                 add_selection(beyond, self.out, senders)
         self.out.div_(self.workers.num_workers if senders is None else senders.clamp_(min=1))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
-from lightning_sparse.exchange.routes.adding import average, side_by_side
+from lightning_sparse.exchange.routes.adding import average, concatenate
 from lightning_sparse.exchange.routes.gather import GatherTransfer
 from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NON_FINITE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
@@ -109,7 +109,7 @@ class ReduceScatterTransfer(GatherTransfer):
         """Concatenate the slices."""
         self.work.wait()
         if self._is_sparse:
-            side_by_side(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
+            concatenate(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
         else:
             self.out.copy_(self._averages[: self.out.numel()])
         self._is_averaged = True

@@ -43,7 +43,7 @@ class Transfer:
         payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
         take_payloads: takes this transfer and all workers' payloads, shape (n, bytes), instead of ``out``; the caller
             may set it. A route without such payloads writes ``out``.
-        rest: returns the selected coordinates that exceed the payload's capacity; the caller sets it.
+        overflow: returns selected coordinates beyond the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
         sent_bytes: bytes that this worker passed to collectives.
         is_dense: whether every element of the bucket is sent.
@@ -62,7 +62,7 @@ class Transfer:
     by_senders: bool = False
     payload: Tensor | None = field(default=None, init=False)
     take_payloads: Callable[["Transfer", Tensor], None] | None = field(default=None, init=False)
-    rest: Callable[[], Selection] = field(init=False)
+    overflow: Callable[[], Selection] = field(init=False)
     work: Pending = field(default_factory=Pending, init=False)
     sent_bytes: int = field(default=0, init=False)
     is_dense: bool = field(default=False, init=False)
