@@ -157,7 +157,7 @@ class SparseModelAverager(Averager):
         """
         self._prepare()
         self.exchange.ownership.require()
-        if self.shared.is_shown:
+        if self.shared.is_loaded:
             raise RuntimeError(LOST_STEP)
         self.observed_steps.averager_stepped()
         self.num_steps += 1
@@ -183,19 +183,19 @@ class SparseModelAverager(Averager):
         Use it for validation, test, predict and saving. It costs a dense exchange of weights and floating-point
         buffers. After it, all workers have their own weights again. A nested context has no effect.
         """
-        was_shown = self.shared.is_shown
-        self.shared.take_mean()
+        was_loaded = self.shared.is_loaded
+        self.shared.load_mean()
         try:
             yield
         finally:
-            if not was_shown:
-                self.shared.give_back()
+            if not was_loaded:
+                self.shared.restore()
 
     # State.
 
     def obstacles(self) -> list[str]:
         """Return reasons why a checkpoint cannot hold this worker's tensors now."""
-        is_pending = bool(self.exchange.pending) and self.shared.is_shown  # an exception ended the fit
+        is_pending = bool(self.exchange.pending) and self.shared.is_loaded  # an exception ended the fit
         return super().obstacles() + ["an exchange has not ended"] * is_pending
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
@@ -225,7 +225,7 @@ class SparseModelAverager(Averager):
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective.
 
-        The module keeps its current weights until ``shared.give_back`` restores the saved ones. Without an anchor in
+        The module keeps its current weights until ``shared.restore`` restores the saved ones. Without an anchor in
         the snapshot, the current weights become the anchor.
         """
         self._engine.restore(snapshot)
@@ -244,7 +244,7 @@ class SparseModelAverager(Averager):
                 # With keep_drift, unsent values of a run without it belong to the weights.
                 weight = weights.setdefault(name, part.clone())
                 as_real(weight).sub_(unsent[name].to(part.device).view(as_real(part).shape))
-        self.shared.set_apart(weights | snapshot.extra.get("buffers", {}))
+        self.shared.store_own(weights | snapshot.extra.get("buffers", {}))
 
     def reset(self) -> None:
         """Return to the state before the first step; the anchor is the current weights."""
@@ -263,7 +263,7 @@ class SparseModelAverager(Averager):
             RuntimeError: the rank or the number of workers differs, or the state is damaged.
         """
         super().load_state_dict(saved)
-        self.shared.give_back()
+        self.shared.restore()
 
     @property
     def progress(self) -> object:

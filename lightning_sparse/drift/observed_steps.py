@@ -34,7 +34,7 @@ class ObservedSteps(ParameterStepObserver):
         self._calls = self._idle_calls = self._steps = 0
 
     def _before(self, optimizer: Optimizer) -> None:
-        if self._shared.is_shown and changes_weights(optimizer):
+        if self._shared.is_loaded and changes_weights(optimizer):
             raise RuntimeError(LOST_STEP)
 
     def _after(self, optimizer: Optimizer) -> None:

@@ -25,27 +25,25 @@ class SharedWeights:
     def __init__(self, module: nn.Module, exchange: DriftExchange, workers: Workers) -> None:
         self._module, self._exchange, self._workers = module, exchange, workers
         self.own: dict[str, Tensor] = {}
-        self._marks_of_shared: list[tuple[int, int]] = []
         self._hashes_of_shared = torch.zeros(0)
 
     @property
-    def is_shown(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether the module has shared weights instead of this worker's own."""
         return bool(self.own)
 
     @property
     def was_written_to(self) -> bool:
         """Whether the shared weights were changed. A write of equal values, as by DDP's broadcast, is no change."""
-        is_marked = self.is_shown and self._marks_of_shared != self._marks()
-        return is_marked and not torch.equal(self._hashes(), self._hashes_of_shared)
+        return self.is_loaded and not torch.equal(self._hashes(), self._hashes_of_shared)
 
-    def take_mean(self) -> None:
+    def load_mean(self) -> None:
         """Set the module to all workers' mean unless it has shared weights. Collective."""
-        if not self.is_shown:
-            self.take(self.mean(self._workers))
+        if not self.is_loaded:
+            self.load(self.mean(self._workers))
 
     @torch.no_grad()
-    def take(self, shared: dict[str, Tensor]) -> None:
+    def load(self, shared: dict[str, Tensor]) -> None:
         """Set the module to shared tensors, which are removed from the dict one by one to save memory."""
         tensors = self._tensors()
         for name in list(shared):
@@ -53,10 +51,10 @@ class SharedWeights:
             if name in tensors and tensors[name].shape == tensor.shape:
                 self.own[name] = tensors[name].clone()
                 tensors[name].copy_(tensor)
-        self._note_shared()
+        self._hashes_of_shared = self._hashes()
 
     @torch.no_grad()
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the module's own weights and buffers, with a warning if shared weights were changed."""
         if self.was_written_to:
             rank_zero_warn(
@@ -70,7 +68,7 @@ class SharedWeights:
                 tensors[name].copy_(own)
         self.own = {}
 
-    def set_apart(self, saved: Mapping[str, Tensor]) -> None:
+    def store_own(self, saved: Mapping[str, Tensor]) -> None:
         """Store saved weights that fit as the module's own; current weights become shared."""
         tensors = self._tensors()
         self.own = {
@@ -78,7 +76,7 @@ class SharedWeights:
             for name, tensor in saved.items()
             if name in tensors and tensors[name].shape == tensor.shape
         }
-        self._note_shared()
+        self._hashes_of_shared = self._hashes()
 
     # Copies of weights, and a context in which the module refers to them.
 
@@ -114,7 +112,7 @@ class SharedWeights:
         return copies
 
     @contextmanager
-    def shown(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Set the module's tensors inside the context without writing to its own.
 
         A signal may request a checkpoint during a backward, which fails if weights were written to.
@@ -143,11 +141,5 @@ class SharedWeights:
     def _tensors(self) -> dict[str, Tensor]:
         return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}
 
-    def _note_shared(self) -> None:
-        self._marks_of_shared, self._hashes_of_shared = self._marks(), self._hashes()
-
     def _hashes(self) -> Tensor:
         return fingerprints([*self.weights().values()])
-
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(weight.data_ptr(), weight._version) for weight in self.weights().values()]

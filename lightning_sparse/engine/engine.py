@@ -75,7 +75,7 @@ class Engine:
         per_layer_stats: bool = False,
         workers: Workers | None = None,
     ) -> None:
-        options.require(sparsifier)
+        options.validate(sparsifier)
         self.exchange = Exchange(options.exchange, group, options.link_gbit_s, workers)
         self.workers = self.exchange.workers
         # As text, because a checkpoint may not support the types in a custom sparsifier's settings.

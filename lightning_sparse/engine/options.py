@@ -51,7 +51,7 @@ class ExchangeOptions:
     why_no_sparse_sums: ClassVar[str | None] = None
     """The reason why small sums must not stay with a worker, None if they may."""
 
-    def require(self, sparsifier: Sparsifier) -> None:
+    def validate(self, sparsifier: Sparsifier) -> None:
         """Raise ValueError if these options do not support the sparsifier's values."""
         most_steps = MOST_STEPS.get(DTYPES[self.value_dtype])
         no_grid = None if most_steps is None else sparsifier.why_no_grid(most_steps)

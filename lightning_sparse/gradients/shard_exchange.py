@@ -52,7 +52,7 @@ class ShardBucket(ParameterBucket):
         left_out = [(start, end) for name, start, end in self.layout.spans() if name not in gradients and end > start]
         return FlatBucket(self.index, self.layout, flat, residual, is_last, left_out=left_out, notes=notes)
 
-    def give_back(self, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
+    def write_gradients(self, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
         """Write averages to gradients of parameters that any replica used; return these.
 
         The average is flat, shape (layout.num_elements,), and ``used_by_any`` has an entry for each parameter.
@@ -121,7 +121,7 @@ class ShardExchange(Averager):
     ) -> None:
         options = checked(options, ExchangeOptions)
         require_sparsifier(sparsifier)
-        options.require(sparsifier)
+        options.validate(sparsifier)
         settings = sparsifier.settings() | vars(options) | {"per_layer_stats": per_layer_stats}
         sharding = Sharding(module, mesh, settings)
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
@@ -189,7 +189,7 @@ class ShardExchange(Averager):
         self._engine.add_all(filled())
         notes = self._engine.finish() if exchanged else []
         for bucket, flat, marks in zip(self._buckets, exchanged, notes, strict=True):
-            self.observed_steps.averaged(bucket.give_back(flat.average, marks.any(0).tolist()))
+            self.observed_steps.averaged(bucket.write_gradients(flat.average, marks.any(0).tolist()))
         if exchanged:
             self._engine.account()
         self.is_exchanging = False

@@ -56,7 +56,7 @@ class LocalTraining(SparseStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._shared is not None:
-            self._shared.take_mean()
+            self._shared.load_mean()
 
     @override
     def on_validation_end(self) -> None:
@@ -87,19 +87,19 @@ class LocalTraining(SparseStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._shared is not None:
-            self._shared.take_mean()
+            self._shared.load_mean()
 
     @override
     def teardown(self) -> None:
         shared = self._shared
-        if self.state is not None and self.state.num_steps and shared is not None and not shared.is_shown:
+        if self.state is not None and self.state.num_steps and shared is not None and not shared.is_loaded:
             # An exception ended the fit, perhaps only on this worker. All workers have the same anchor.
-            shared.take(shared.anchor())
+            shared.load(shared.anchor())
         super().teardown()
 
     def _return_weights(self) -> None:
         if self._shared is not None:
-            self._shared.give_back()
+            self._shared.restore()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -107,11 +107,11 @@ class LocalTraining(SparseStrategy):
         if self.state is None:
             return super().lightning_module_state_dict()
         shared = self.state.shared
-        is_shown = shared.is_shown  # during validation and after training
-        weights, self._why_not = ({}, None) if is_shown else self._mean_weights(self.state)
-        with shared.shown(shared.anchor() if weights is None else weights):
+        is_loaded = shared.is_loaded  # during validation and after training
+        weights, self._why_not = ({}, None) if is_loaded else self._mean_weights(self.state)
+        with shared.replaced(shared.anchor() if weights is None else weights):
             state = super().lightning_module_state_dict()
-            return copy.deepcopy(state) if is_shown or isinstance(self, ModelParallelStrategy) else state
+            return copy.deepcopy(state) if is_loaded or isinstance(self, ModelParallelStrategy) else state
 
     @abstractmethod
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:

@@ -64,7 +64,7 @@ class SparseStrategy(TakesOptions):
     def __init__(self, sparsifier: Sparsifier, *, worker_state: WorkerState = "full", **kwargs: Any) -> None:
         require_sparsifier(sparsifier)
         require_word("worker_state", worker_state, get_args(WorkerState))
-        self._options.require(sparsifier)
+        self._options.validate(sparsifier)
         kwargs = self._lightning_arguments(kwargs)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier

@@ -158,12 +158,12 @@ def run_case(case):
             assert torch.equal(flat(model), own)
         if case.happens("anchor", step):
             own = flat(model)
-            averager.shared.take(averager.shared.anchor())
+            averager.shared.load(averager.shared.anchor())
             assert torch.equal(flat(model), anchor_of(averager))
-            with averager.shared.shown({name: torch.zeros_like(own) for name, own in averager.shared.own.items()}):
+            with averager.shared.replaced({name: torch.zeros_like(own) for name, own in averager.shared.own.items()}):
                 assert not flat(model).any()
             assert not averager.shared.was_written_to
-            averager.shared.give_back()
+            averager.shared.restore()
             assert torch.equal(flat(model), own)
         for word, seed in (("reload", 11), ("reload elsewhere", 12 + rank)):
             if case.happens(word, step):

@@ -206,4 +206,4 @@ def test_every_worker_gets_values_that_are_not_finite(value, burst, place, dtype
 )
 def test_sums_need_a_threshold_and_residuals(options, sparsifier, message):
     with pytest.raises(ValueError, match=message):
-        GradientOptions(exchange="sparse_sums", **options).require(sparsifier)
+        GradientOptions(exchange="sparse_sums", **options).validate(sparsifier)

@@ -99,8 +99,8 @@ def test_a_wire_of_multiples_takes_the_step_of_the_sparsifier():
 )
 def test_multiples_need_a_step_that_fits(sparsifier, value_dtype, message):
     with pytest.raises(ValueError, match=message):
-        ExchangeOptions(value_dtype=value_dtype).require(sparsifier)
-    ExchangeOptions(value_dtype="bfloat16").require(sparsifier)
+        ExchangeOptions(value_dtype=value_dtype).validate(sparsifier)
+    ExchangeOptions(value_dtype="bfloat16").validate(sparsifier)
 
 
 def test_rounding_keeps_nan_and_infinity_and_adds_none():
