@@ -28,6 +28,7 @@ from lightning_sparse.engine.options import ExchangeOptions, checked
 from lightning_sparse.engine.sharding import Sharding
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
+from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
@@ -219,4 +220,4 @@ class ShardExchange(Averager):
 
 @lru_cache(maxsize=64)
 def _on_device(marks: tuple[bool, ...], device: torch.device) -> Tensor:
-    return torch.tensor(marks, dtype=torch.float64).to(device)
+    return copy_to_device(torch.tensor(marks, dtype=torch.float64), device)

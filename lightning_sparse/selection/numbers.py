@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
@@ -173,5 +174,4 @@ def boundaries_of(layout: LayerLayout, num_layers: int, num_slices: int, device:
     """Return the boundaries of a bucket's layers and of equal slices: int64, or None if both numbers are 0."""
     layers = layout.boundaries if num_layers else ()
     slices = slice_bounds(layout.num_elements, num_slices) if num_slices else ()
-    # The copy synchronises, but only in the first step.
-    return torch.tensor([*layers, *slices]).to(device) if layers or slices else None
+    return copy_to_device(torch.tensor([*layers, *slices]), device) if layers or slices else None
