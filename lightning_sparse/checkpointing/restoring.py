@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, own_content, warn_of_incomplete
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
-from lightning_sparse.engine.snapshot import DamagedStateError, Snapshot, Tensors, unsent_norm, warn_of_forgotten
+from lightning_sparse.engine.snapshot import DamagedStateError, Snapshot, Tensors, unsent_norm, warn_of_discarded
 from lightning_sparse.exchange.agreement import raised_together
 from lightning_sparse.exchange.sharded_tensors import changed, like_parameter, own_part, read_folder, shapes_in_folder
 
@@ -68,15 +68,15 @@ def restore(
         now, start = first.workers.num_workers, STARTS_OF_OTHERS[first.kind]
         rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved['world_size']}: {start}.")
     is_changed = _warn_of_changed_model(source, first)
-    if first.forgets:
-        warn_of_forgotten(saved["unsent_norm"])
+    if not first.keeps_rest:
+        warn_of_discarded(saved["unsent_norm"])
     extra: dict[str, Any] = {}
     for averager in averagers:
         history, extra = _of_rank(saved, averager, is_same=is_same)
         kinds = [kind for kind in saved["shared"] if is_same or kind != "anchor"]
         snapshot = Snapshot(saved["numbers"], history, extra=extra)
         snapshot.shared = {kind: _parts(source, SHARED, kind, averager) for kind in kinds}
-        if not averager.forgets:
+        if averager.keeps_rest:
             snapshot.own = _own_tensors(source, averager, is_same=is_same)
         averager.restore(snapshot)
     if is_changed:  # own optimizer states would not fit

@@ -14,7 +14,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import local, real_numel
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import ParameterStepObserver
-from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed, unsent_norm, warn_of_forgotten
+from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed, unsent_norm, warn_of_discarded
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
@@ -33,7 +33,7 @@ class Averager:
 
     Attributes:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
-        forgets: whether unsent values are discarded, so that saved ones are lost.
+        keeps_rest: whether unsent values stay in the residual.
         workers: the workers that exchange values.
         sparsifier: this averager's copy, with the calibrated λ after calibration.
         residuals: unsent values, only of averagers of gradients.
@@ -52,13 +52,13 @@ class Averager:
     observed_steps: ParameterStepObserver | None = None
     _advice_for_others = "begin without it"
     _parameters: Mapping[str, Tensor]
-    _mark: Mapping[str, Any] | None = None
+    _committed_numbers: Mapping[str, Any] | None = None
     """The numbers before an exchange on which no optimizer has stepped yet; None if these are the current ones."""
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
         self.workers, self.sparsifier = engine.workers, engine.sparsifier
-        self.forgets = not engine.options.keeps_rest
+        self.keeps_rest = engine.options.keeps_rest
         self.place = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
         if isinstance(engine.sparsifier, HardThreshold):
             warn_of_patterns(engine.sparsifier.layer_thresholds, names)
@@ -141,8 +141,8 @@ class Averager:
             ValueError: the threshold is negative, NaN or infinite.
         """
         numbers = self._engine.set_threshold(threshold)
-        if self._mark is not None:
-            self._mark = {**self._mark, **numbers}
+        if self._committed_numbers is not None:
+            self._committed_numbers = {**self._committed_numbers, **numbers}
 
     # State.
 
@@ -152,7 +152,7 @@ class Averager:
         Args:
             workers: the group in which averagers of drifts agree on a shared checkpoint's content, a collective call.
         """
-        snapshot = self._engine.snapshot(self._mark)
+        snapshot = self._engine.snapshot(self._committed_numbers)
         # Sorted, because bucket layouts may differ between workers in the first step.
         snapshot.own["unsent"] = dict(sorted(self.residuals.layers().items()))
         return snapshot
@@ -161,8 +161,8 @@ class Averager:
         """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective."""
         self._engine.restore(snapshot)
         residuals = snapshot.own.get("unsent", {})
-        if self.forgets:
-            warn_of_forgotten(unsent_norm(residuals))
+        if not self.keeps_rest:
+            warn_of_discarded(unsent_norm(residuals))
             return
         sizes = {name: real_numel(local(parameter)) for name, parameter in self.parameters.items()}
         fitting = {name: residual for name, residual in residuals.items() if residual.numel() == sizes.get(name)}
@@ -170,7 +170,7 @@ class Averager:
 
     def reset(self) -> None:
         """Return to the state before the first step. Not collective."""
-        self._mark = self.epoch = None
+        self._committed_numbers = self.epoch = None
         self.is_exchanging = False
         self.residuals.load_state_dict({})
         self._engine.reset()

@@ -198,7 +198,7 @@ class Engine:
             receiver(stats)
 
     def set_threshold(self, threshold: float) -> Mapping[str, Any]:
-        """Set λ from the next step on, and return the numbers of a ``mark`` that change."""
+        """Set λ from the next step on, and return the numbers that change."""
         self._saved_calibrator.set_threshold(threshold)
         return self._saved_calibrator.state_dict()
 
@@ -210,8 +210,8 @@ class Engine:
         self.last_step = None
         self.next_step = 0
 
-    def mark(self) -> Mapping[str, Any]:
-        """Return the current state for a later ``snapshot``. Cheap enough for every step."""
+    def numbers(self) -> Mapping[str, Any]:
+        """Return the current numbers for a later ``snapshot``. Cheap enough for every step."""
         return {
             "settings": self._settings,
             **self._saved_calibrator.state_dict(),
@@ -220,9 +220,9 @@ class Engine:
             "exchange": self.exchange.state_dict(),
         }
 
-    def snapshot(self, mark: Mapping[str, Any] | None = None) -> Snapshot:
-        """Return numbers and history at a ``mark`` or now, without an averager's tensors."""
-        numbers = dict(self.mark() if mark is None else mark)
+    def snapshot(self, committed: Mapping[str, Any] | None = None) -> Snapshot:
+        """Return committed or current numbers and history, without an averager's tensors."""
+        numbers = dict(self.numbers() if committed is None else committed)
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))
         sparsifier: object = self._saved_sparsifier.state_dict(numbers["next_step"])

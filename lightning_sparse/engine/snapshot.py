@@ -69,7 +69,7 @@ def unsent_norm(unsent: Mapping[str, Tensor]) -> float:
     return sqrt(sum(float(squared_norm(tensor.flatten())) for tensor in unsent.values()))
 
 
-def warn_of_forgotten(norm: float | None) -> None:
+def warn_of_discarded(norm: float | None) -> None:
     """Warn that saved residuals are lost because this run keeps none."""
     if norm:
         rank_zero_warn(

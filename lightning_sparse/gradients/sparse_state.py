@@ -56,7 +56,7 @@ class SparseState(Averager):
     """
 
     kind = "gradients"
-    _mark: dict[str, Any]
+    _committed_numbers: dict[str, Any]
     is_idle = False
     _advice_for_others = "give residuals.load_state_dict the mean of all files' residuals"
 
@@ -78,7 +78,7 @@ class SparseState(Averager):
         self.options = options
         # A layer that is frozen later stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
-        self.residuals = ResidualMemory(self._parameters, in_place=self.forgets)
+        self.residuals = ResidualMemory(self._parameters, in_place=not self.keeps_rest)
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
         self._optimizers = optimizers
@@ -182,11 +182,11 @@ class SparseState(Averager):
     def _begin_step(self) -> None:
         if self.is_exchanging:  # an exception interrupted the last backward
             self.pending_gradients.roll_back_all()
-            if self.forgets:
+            if not self.keeps_rest:
                 self.residuals.load_state_dict({})  # its only tensor may hold values of that backward
         self.pending_gradients.begin_exchange()
         # Exchanges without an optimizer step do not count, as after a resume.
-        self._engine.next_step = self._mark["next_step"]
+        self._engine.next_step = self._committed_numbers["next_step"]
         self.is_exchanging = True
         self._use.forget_old()
         self._engine.begin()
@@ -244,19 +244,19 @@ class SparseState(Averager):
 
     def _note_numbers(self) -> None:
         """Store the numbers of the committed step for checkpoints."""
-        self._mark = {**self._engine.mark(), "layout": self._bucket_names}
+        self._committed_numbers = {**self._engine.numbers(), "layout": self._bucket_names}
 
     def catch_up(self, *, knows: bool) -> None:
         """Receive committed numbers from a worker that ``knows`` all steps. Collective."""
         known: Any = None
         if knows:
             running = self._engine.snapshot()
-            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._mark["next_step"])
-            known = self._mark, running
+            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._committed_numbers["next_step"])
+            known = self._committed_numbers, running
         received = next(filter(None, gather_objects(known, self.workers.group)))
         if not knows:
             last_step = self._engine.last_step
-            self._mark, running = received
+            self._committed_numbers, running = received
             self._engine.restore(running)
             self._engine.last_step = last_step  # this worker took part in every exchange
 

@@ -169,7 +169,7 @@ def listen(situation: Situation) -> list[str]:
         workers=SimpleNamespace(num_workers=situation.workers),
         num_elements=situation.trained,
         kind=situation.kind,
-        forgets=not situation.keeps_rest,
+        keeps_rest=situation.keeps_rest,
         subscribe=subscribers.append,
     )
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)

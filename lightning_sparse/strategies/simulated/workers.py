@@ -59,7 +59,7 @@ class SimulatedWorker(Averager):
         buckets = [self._flat(bucket, gradients) for bucket in self._buckets]
         if self._clip_norm is not None:
             clip_norm(buckets, self._clip_norm)
-        self._mark = self._engine.mark()
+        self._committed_numbers = self._engine.numbers()
         self._engine.begin()
         self._engine.add_all(buckets)
         self._engine.finish()
@@ -78,7 +78,7 @@ class SimulatedWorker(Averager):
         Args:
             reached: names of parameters for which any worker had a gradient.
         """
-        self._mark = None
+        self._committed_numbers = None
         self.residuals.commit(set(self._parameters))
         self._engine.account(counts=False)
         self._engine.calibrator.confirm(reached)
