@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparse import Accordion, SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.checkpointing.content import KEY
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.exchange.sharded_tensors import like_parameter
+from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter
 from tests.integration.hsdp_models import (
     DRIFTS,
     GRADIENTS,
@@ -107,7 +107,7 @@ def held(strategy: Any) -> dict[str, Any]:
     state = strategy.state
     parameters, snapshot = state.parameters, state.snapshot()
 
-    def full_tensors(tensors: Any) -> dict[str, Tensor]:
+    def in_full(tensors: Any) -> dict[str, Tensor]:
         parts = {name: like_parameter(parameters[name], tensor.reshape(-1)) for name, tensor in tensors.items()}
         return {name: full_tensors(part).clone() for name, part in parts.items()}
 
@@ -121,8 +121,8 @@ def held(strategy: Any) -> dict[str, Any]:
     momentum = [of_parameter.get("exp_avg", of_parameter.get("momentum_buffer")) for of_parameter in states]
     return {
         "model": {name: full_tensors(parameter.detach()).clone() for name, parameter in parameters.items()},
-        "own": {kind: full_tensors(tensors) for kind, tensors in own.items()},
-        "shared": {kind: full_tensors(tensors) for kind, tensors in snapshot.shared.items()},
+        "own": {kind: in_full(tensors) for kind, tensors in own.items()},
+        "shared": {kind: in_full(tensors) for kind, tensors in snapshot.shared.items()},
         "momentum": [None if tensor is None else full_tensors(tensor).clone() for tensor in momentum],
         "buffers": buffers,
         "threshold": state.sparsifier.threshold,
