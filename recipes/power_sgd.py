@@ -10,7 +10,7 @@ from typing_extensions import override
 
 
 class PowerSGD(Callback):
-    """Replaces averaged gradients by those that PowerSGD with error feedback and warm start would give.
+    """Replaces averaged gradients by PowerSGD's approximation, with error feedback.
 
     Use it with a dense strategy: ``ddp``, or simulated workers with ``Dense``. For the mean M of gradient plus error
     over all workers, PowerSGD averages two products of the workers' matrices, P = M Q and Q' = Mᵀ P. Both are linear,
@@ -38,10 +38,10 @@ class PowerSGD(Callback):
     @override
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._sent = 0
         generator = torch.Generator().manual_seed(0)  # equal on all workers
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in pl_module.named_parameters():
-            if parameter.grad is None:
+            if parameter.grad is None or parameter not in own:
                 continue
             matrix = parameter.grad.reshape(len(parameter), -1) if parameter.ndim > 1 else parameter.grad.reshape(1, -1)
             if 2 * self.rank * sum(matrix.shape) > matrix.numel():
@@ -61,12 +61,13 @@ class PowerSGD(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         pl_module.log("compressed_bytes", float(self._sent), on_step=True, on_epoch=False, batch_size=1)
+        self._sent = 0
 
 
 def compress(matrix: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P with orthonormal columns, shape (m, r), and Q', shape (n, r), so that P Q'ᵀ approximates the matrix.
+    """Return factors P and Q' of a matrix after one step of power iteration.
 
-    One step of power iteration.
+    P Q'ᵀ approximates the matrix. P has orthonormal columns and shape (m, r), and Q' has shape (n, r).
 
     Args:
         matrix: shape (m, n).

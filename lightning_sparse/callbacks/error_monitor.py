@@ -81,9 +81,8 @@ class ErrorMonitor(StepMonitor):
 def _add_histograms(trainer: Trainer, kinds: Sequence[str], bucket: FlatBucket) -> None:
     residual = bucket.residual.before
     compensated = bucket.compensated(residual.dtype)
-    values = {"compensated": compensated, "residual": residual, kinds[-1]: compensated - residual}
-    if len(kinds) == 1:
-        values[kinds[0]] = compensated  # a drift contains its residual
+    averaged = compensated if len(kinds) == 1 else compensated - residual  # a drift contains its residual
+    values = {"compensated": compensated, "residual": residual, kinds[-1]: averaged}
     for name, start, end in bucket.layout.spans():
         for kind in kinds if (start, end) not in bucket.left_out else ():
             part = values[kind][start:end]

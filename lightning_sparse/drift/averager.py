@@ -189,7 +189,7 @@ class SparseModelAverager(Averager):
             yield
         finally:
             if not was_loaded:
-                self.shared.restore()
+                self.shared.restore_own()
 
     # State.
 
@@ -225,8 +225,8 @@ class SparseModelAverager(Averager):
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective.
 
-        The module keeps its current weights until ``shared.restore`` restores the saved ones. Without an anchor in
-        the snapshot, the current weights become the anchor.
+        The module keeps its current weights until ``shared.restore_own`` loads the saved ones. Without an anchor
+        in the snapshot, the current weights become the anchor.
         """
         self._engine.restore(snapshot)
         self.num_steps = snapshot.numbers["num_steps"]
@@ -263,7 +263,7 @@ class SparseModelAverager(Averager):
             RuntimeError: the rank or the number of workers differs, or the state is damaged.
         """
         super().load_state_dict(saved)
-        self.shared.restore()
+        self.shared.restore_own()
 
     @property
     def progress(self) -> object:

@@ -54,7 +54,7 @@ class SharedWeights:
         self._hashes_of_shared = self._hashes()
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore_own(self) -> None:
         """Restore the module's own weights and buffers, with a warning if shared weights were changed."""
         if self.was_written_to:
             rank_zero_warn(

@@ -63,10 +63,11 @@ class UntrainedTensors:
         return self._tensors([name for name, is_buffer in self._floating.items() if is_buffer or not only_buffers])
 
     def differing(self, compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
-        """Return same-size tensors that differ between workers; equal names on all.
+        """Return tensors that differ between workers and have equal sizes.
 
-        Takes an earlier result of ``floating`` and all workers' ``fingerprints`` of it, shape (n, numbers), on the CPU.
-        A tensor that was removed or resized in the meantime is replaced by its old value.
+        The names are equal on all workers. Takes an earlier result of ``floating`` and all workers' ``fingerprints`` of
+        it, shape (n, numbers), on the CPU. A tensor that was removed or resized in the meantime is replaced by its old
+        value.
         """
         if not compared:
             return {}

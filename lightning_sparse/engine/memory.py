@@ -50,8 +50,8 @@ class ResidualMemory:
     def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
         """Begin a bucket's backward and return its residual, tensors of shape (layout.num_elements,).
 
-        Write e' into ``after``; ``keep`` makes it pending. New parameters have residuals of zeros. The gradient
-        determines dtype and device.
+        The caller writes e' into ``after``, and ``keep`` makes it pending. New parameters have residuals of zeros. The
+        gradient determines dtype and device.
         """
         bucket = self._buckets.get(index)
         if bucket is None or bucket.layout != layout or bucket.committed.device != gradient.device:

@@ -34,7 +34,7 @@ class Wire:
 
     Args:
         dtype: float32, float64 or a half precision; float8_e4m3fn, int8 or int16 for multiples of a step.
-        step: ε of multiples, a power of two; else 1.
+        step: ε, a power of two; 1 for a dtype without steps.
     """
 
     dtype: torch.dtype

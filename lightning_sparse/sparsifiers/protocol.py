@@ -158,8 +158,7 @@ class Sparsifier(ABC):
         ``torch.load(weights_only=True)`` must read it: Python's numbers, strings, lists, dicts, tensors.
 
         Args:
-            next_step: the number of the step with which a resumed run begins; leave out observations of this and later
-                steps.
+            next_step: the first step of a resumed run. Leave out observations of this and later steps.
         """
         return {}
 
@@ -280,10 +279,10 @@ def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
 
 def describe(value: object) -> object:
     """Return a plain value that differs between workers if the value's content does."""
+    if isinstance(value, Real) and hasattr(value, "item"):
+        value = value.item()  # of NumPy
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Real):
-        return float(value)  # of NumPy
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -99,7 +99,7 @@ class LocalTraining(SparseStrategy):
 
     def _return_weights(self) -> None:
         if self._shared is not None:
-            self._shared.restore()
+            self._shared.restore_own()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

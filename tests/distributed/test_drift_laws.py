@@ -163,7 +163,7 @@ def run_case(case):
             with averager.shared.replaced({name: torch.zeros_like(own) for name, own in averager.shared.own.items()}):
                 assert not flat(model).any()
             assert not averager.shared.was_written_to
-            averager.shared.restore()
+            averager.shared.restore_own()
             assert torch.equal(flat(model), own)
         for word, seed in (("reload", 11), ("reload elsewhere", 12 + rank)):
             if case.happens(word, step):

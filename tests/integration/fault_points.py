@@ -47,7 +47,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     DriftExchange: ("start", "finish", "_move_anchor"),
     Engine: ("add", "finish", "account"),
     SparseModelAverager: ("step", "snapshot"),
-    SharedWeights: ("load_mean", "restore", "mean", "replaced"),
+    SharedWeights: ("load_mean", "restore_own", "mean", "replaced"),
     saving.WholeFileCheckpointIO: ("save_checkpoint",),
     torch_io: ("_atomic_save",),
 }

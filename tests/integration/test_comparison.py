@@ -13,7 +13,7 @@ import pytest
 from recipes import plot
 from recipes.compare import __main__ as compare
 from recipes.compare.pictures import draw_steps, draw_volume
-from recipes.compare.runs import Choice, Outcome, Runs
+from recipes.compare.runs import Choice, Outcome, Runs, read_outcome
 from recipes.compare.tables import format_grid_table, format_table
 from recipes.compare.variants import Grid, Variant, expand_variants, parse_grid
 from recipes.demo import Run, read
@@ -92,7 +92,11 @@ def test_a_failing_variant_shows_its_output_and_leaves_no_files(tmp_path):
     assert not list(tmp_path.rglob("1"))
 
 
-def test_a_table_has_mean_and_deviation_over_seeds():
+def test_outcomes_count_compressed_bytes_and_a_table_has_mean_and_deviation_over_seeds(monkeypatch):
+    values = {"m": [1.0], "train/local_loss": [1.0] * 2, "gradient_bytes": [100.0], "compressed_bytes": [10.0] * 2}
+    run = Run(Path(), {}, values | {"step_time": [0.1]})
+    monkeypatch.setattr("recipes.compare.runs.read", lambda _: run)
+    assert read_outcome(Path(), "m") == Outcome(1.0, 0.1, 20.0, 200.0, 0.1)
     runs = [Outcome(0.5, 0.01, 2e6, 100e6, 0.030), Outcome(0.7, 0.03, 2e6, 100e6, 0.050)]
     last = format_table({"spar|se": runs}, "accuracy").splitlines()[-1]
     assert last == r"| spar\|se | 0.6000 ± 0.1414 | 2.00 ± 1.41 % | 2.0 | 50.0 | 40 ms |"
