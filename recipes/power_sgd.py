@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sparse.sparsifiers.protocol import require_count
+
 
 class PowerSGD(Callback):
     """Replaces averaged gradients by PowerSGD's approximation, with error feedback.
@@ -22,9 +24,13 @@ class PowerSGD(Callback):
     Args:
         rank: number of columns of P and Q. A matrix with m rows and n columns sends r (m + n) values. If that is more
             than half of its values, it is sent whole, as by torch's hook. Vectors are sent whole too.
+
+    Raises:
+        ValueError: the rank is not a whole number of at least 1.
     """
 
     def __init__(self, rank: int = 4) -> None:
+        require_count("rank", rank)
         self.rank = rank
         self._errors: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}

@@ -48,7 +48,10 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
 
 
 def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
-    """Return a picture of metric, error norm, total error and density by step, averaged over runs."""
+    """Return a picture of metric, error norm, total error and density by step, averaged over runs.
+
+    Numbers that no run has logged are left out.
+    """
     rows: tuple[tuple[str, str, str | None, Callable[[list[float]], list[float]]], ...] = (
         (metric, metric, None, list),
         ("sparse/error_norm", "error norm ‖e‖\n(units of sent values)", None, list),
@@ -60,8 +63,11 @@ def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
         ),
         ("sparse/density", "density k / d", "log", list),
     )
-    figure = Figure(figsize=(8.5, 9), layout="constrained")
-    for axes, (name, title, scale, transform) in zip(figure.subplots(len(rows), sharex=True), rows, strict=True):
+    logged = {name for variant_runs in runs.values() for run in variant_runs for name in run.values}
+    rows = tuple(row for row in rows if row[0] in logged)
+    figure = Figure(figsize=(8.5, 1 + 2 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, title, scale, transform) in zip(panels, rows, strict=True):
         curves = {label: _mean_curve(variant_runs, name, transform) for label, variant_runs in runs.items()}
         scale = scale or _scale([mean for _, means in curves.values() for mean in means if mean])
         for number, (label, (steps, means)) in enumerate(curves.items()):

@@ -357,4 +357,4 @@ def test_pictures_have_a_line_per_variant_and_labels():
     assert norm.lines[0].get_ydata().tolist() == [3.0] * 200
     assert total.lines[0].get_ydata()[-1] == pytest.approx(9 * 998)  # the mean of the last five steps
     assert density.get_xlabel() == "step"
-    assert all(axes.get_ylabel() for axes in figure.axes)
+    assert len(draw_steps({"dense": [dense]}, "val/loss").axes) == 1
