@@ -39,8 +39,9 @@ def call(monkeypatch, capsys):
 
 def arguments_of_comparison(output):
     arguments = [DEMO, "--seeds", "1", "--metric", "val/accuracy", "--output", output]
-    arguments += ["--variant", "dense: --trainer.strategy=ddp"]
-    (output / "variants.yaml").write_text("hard threshold, λ = 1: --trainer.strategy.threshold=1.0\nother: --wrong=1")
+    arguments += ["--variant", "dense: --trainer.strategy=ddp_fork"]
+    hard = "--trainer.strategy.threshold=1.0 --trainer.strategy.start_method=fork"
+    (output / "variants.yaml").write_text(f"hard threshold, λ = 1: {hard}\nother: --wrong=1")
     arguments += ["--variants", output / "variants.yaml", "--only", "dense", "hard threshold, λ = 1"]
     arguments += ["--grid", "model.width=4", "--"]
     return [*arguments, "--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]

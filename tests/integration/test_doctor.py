@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +10,12 @@ import torch
 
 from benchmarks.network_lab import NetworkLab
 from lightning_sparse import __version__, doctor, estimate
-from tests.integration.unwatched_workers import printed_by
+from tests.integration.unwatched_workers import printed_by, workers
 from tests.workers import run_workers
 
 
-def run_doctor(*arguments: str) -> str:
-    return printed_by([sys.executable, *arguments, "-m", "lightning_sparse.doctor", "--parameters", "1000000"]).stdout
-
-
 def test_the_doctor_reports_the_environment() -> None:
-    text = run_doctor()
+    text = printed_by([sys.executable, "-m", "lightning_sparse.doctor"]).stdout
     assert text.startswith(f"lightning_sparse {__version__}\n")
     assert f"torch {torch.__version__.partition('+')[0]}" in text
     assert re.search(r"compiled functions for CPUs: (yes|no, install)|Triton kernels: (yes|no, slower)", text)
@@ -26,12 +23,14 @@ def test_the_doctor_reports_the_environment() -> None:
 
 
 @pytest.mark.full
-def test_the_doctor_measures_the_link_between_workers() -> None:
-    text = run_doctor("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def test_the_doctor_measures_the_link_between_workers(tmp_path: Path) -> None:
+    with workers(2, tmp_path, doctor.main, ["--parameters", "1000000"]) as running:
+        running.wait(range(2))
+    text = running.output(0)
     [rate] = re.findall(r"^Link: (\S+) Gbit/s to each of 2 workers", text, re.MULTILINE)
     assert float(rate) > 0
     assert "1,000,000 elements, 2 workers" in text
-    assert text.count("lightning_sparse ") == 1  # only rank 0 prints
+    assert "lightning_sparse" not in running.output(1)  # only rank 0 prints
 
 
 @pytest.mark.full
@@ -40,10 +39,10 @@ def test_the_doctor_finds_the_rate_of_a_shaped_link() -> None:
     if reason := NetworkLab.unavailable_reason():
         pytest.skip(reason)
     with NetworkLab(hosts=2) as lab:
-        lab.shape("100mbit")
+        lab.shape("400mbit")
         text = "\n".join(lab.run([sys.executable, "-m", "lightning_sparse.doctor"], timeout=120))
     [rate] = re.findall(r"Link: (\S+) Gbit/s to each of 2 workers", text)
-    assert 0.05 < float(rate) <= 0.105  # at most the shaped rate; a busy machine may reach less
+    assert 0.1 < float(rate) <= 0.42  # at most the shaped rate; a busy machine may reach less
 
 
 def test_advice_follows_from_the_link() -> None:

@@ -40,8 +40,8 @@ from tests.integration.models import (
     quiet_trainer,
 )
 from tests.integration.test_checkpoint import ResumableData
-from tests.integration.unwatched_workers import HANG, environment, is_running, scripts, workers
-from tests.workers import run_workers
+from tests.integration.unwatched_workers import HANG, environment, is_running, workers
+from tests.workers import environment_of, reserved_port, run_workers
 
 GROUP_TIMEOUT = 15.0
 """Default timeout of the process group in seconds."""
@@ -295,12 +295,13 @@ def die_in_a_script(place: str, way: str) -> None:
 @pytest.mark.long
 def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> None:
     # Unlike processes of a fork server, a script finalizes the interpreter and its process group.
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "train.py"), "die_in_a_script", "hook", "raise"]
-    with scripts(command, tmp_path, environment()) as processes:
-        exit_codes = [process.wait(HANG) for process in processes]
-    first, second = ((tmp_path / f"output of {rank}").read_text() for rank in range(2))
-    assert exit_codes == [1, 1], first + second
+    command = [sys.executable, "-c", SCRIPT, "die_in_a_script", "hook", "raise"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with reserved_port() as port:
+        variables = [environment(**environment_of(rank, 2, port)) for rank in range(2)]
+        both = [subprocess.Popen(command, env=variables_of_one, **pipes) for variables_of_one in variables]
+        first, second = (process.communicate(timeout=HANG)[0] for process in both)
+    assert [process.returncode for process in both] == [1, 1], first + second
     assert "Connection closed by peer" in first
     assert "RuntimeError: this worker's own error" in second
 
@@ -320,7 +321,7 @@ def train_and_record(folder: str, max_steps: str, every: str, death: str) -> Non
     """Resume from the last checkpoint; before a restart by torchrun, the second worker dies. Runs in workers."""
     rank = os.environ["RANK"]
     Path(f"{folder}/process of {rank}").write_text(str(os.getpid()))
-    failure = Failure("forward", step=int(death)) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else Failure()
+    failure = Failure("forward", step=int(death)) if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else Failure()
     result = train(int(max_steps), failure=failure, callbacks=(last_checkpoint(folder, int(every)),), resume="last")
     torch.save(result, f"{folder}/result of {rank}")
 
@@ -351,10 +352,10 @@ def test_fewer_workers_resume_with_the_mean_of_the_residuals(tmp_path: Path) -> 
         group.wait(range(3))
     saved = read(tmp_path / "last.ckpt")
     assert (saved["global_step"], saved[KEY]["world_size"]) == (20, 3)
-    with torchrun(2, tmp_path, "train_and_record", str(tmp_path), "30", "10", "-1") as process:
-        exit_code, output = end_of(process, tmp_path)
-    assert exit_code == 0, output
-    assert "the number of workers is 2 instead of 3: each starts from the mean of the old residuals" in output
+    with workers(2, tmp_path, train_and_record, str(tmp_path), "30", "10", "-1") as group:
+        group.wait(range(2))
+    message = "the number of workers is 2 instead of 3: each starts from the mean of the old residuals"
+    assert message in group.output(0), group.output(0)
     expected = mean_of([worker["unsent"] for worker in saved[KEY]["workers"]])
     for result in recorded(tmp_path, 2):
         assert (result["start"], result["steps"]) == (20, 30)

@@ -1,35 +1,49 @@
-"""The scripts of docs/examples, started with the commands in their headers."""
+"""The scripts of docs/examples.
+
+One starts with the command in its header. For the others, forked processes get torchrun's variables, because a process
+that imports everything itself takes five seconds of a core.
+"""
 
 import importlib.util
+import os
 import re
+import runpy
 import signal
 import sys
-import time
 
 import pytest
 import torch
 
-from tests.integration.unwatched_workers import environment, printed_by, scripts
+from tests.integration.unwatched_workers import printed_by, workers
 from tests.markdown import PROJECT
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+EXAMPLES = PROJECT / "docs" / "examples"
+NUM_WORKERS = {"plain_ddp.py": 0, "local_training.py": 2, "with_fabric.py": 2, "sharded.py": 4, "sharded_local.py": 4}
+
+
+def run_script(folder, script, *arguments):
+    os.chdir(folder)
+    sys.argv = [script, *arguments]
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+
+def end_of(running):
+    running.wait(range(len(running.processes)))
+    printed = [running.output(rank) for rank in range(len(running.processes))]
+    assert not any(process.exitcode for process in running.processes), "\n".join(printed)
+    return printed
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("command", "script"),
-    [
-        (TORCHRUN, "local_training.py"),
-        (TORCHRUN, "plain_ddp.py"),
-        ([*TORCHRUN[:-1], "--nproc-per-node=4"], "sharded.py"),
-        ([*TORCHRUN[:-1], "--nproc-per-node=4"], "sharded_local.py"),
-        ([sys.executable], "with_fabric.py"),
-    ],
-    ids=["local", "torchrun", "sharded", "sharded local", "fabric"],
-)
-def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(command, script):
-    path = PROJECT / "docs" / "examples" / script
-    printed = printed_by([*command, str(path)]).stdout
+@pytest.mark.parametrize(("script", "num_workers"), NUM_WORKERS.items())
+def test_an_example_learns_with_few_coordinates(script, num_workers, tmp_path):
+    if not num_workers:  # its header's command
+        torchrun = re.search(r"torchrun (.*) docs/examples", (EXAMPLES / script).read_text()).group(1)
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), str(EXAMPLES / script)]
+        printed = printed_by(command).stdout
+    else:
+        with workers(num_workers, tmp_path, run_script, tmp_path, script) as running:
+            printed = "".join(end_of(running))
     rows = re.findall(r"step (\d+): loss ([\d.]+), density ([\d.]+), error ([\d.]+)", printed)
     assert [int(row[0]) for row in rows] == [0, 100, 200]  # printed by one worker only
     losses = [float(row[1]) for row in rows]
@@ -39,27 +53,16 @@ def test_an_example_runs_as_its_header_says_and_learns_with_few_coordinates(comm
 
 
 def on_two_workers(max_steps, folder):
-    """Start two processes of docs/examples/cluster.py without an agent."""
-    script = PROJECT / "docs" / "examples" / "cluster.py"
-    command = [sys.executable, str(script), "--devices=2", f"--max-steps={max_steps}"]
-    return scripts(command, folder, environment())
-
-
-def end_of(workers, folder):
-    statuses = [worker.wait(timeout=100) for worker in workers]
-    printed = [(folder / f"output of {rank}").read_text() for rank in range(2)]
-    assert statuses == [0, 0], "\n".join(printed)
-    return printed
+    return workers(2, folder, run_script, folder, "cluster.py", "--devices=2", f"--max-steps={max_steps}")
 
 
 @pytest.mark.full
 @pytest.mark.long
 def test_the_example_for_clusters_saves_on_a_signal_and_resumes(tmp_path):
-    with on_two_workers(1_000_000, tmp_path) as workers:
-        while "step 100:" not in (tmp_path / "output of 0").read_text() and workers[0].poll() is None:
-            time.sleep(0.05)
-        workers[1].send_signal(signal.SIGUSR1)
-        printed = end_of(workers, tmp_path)
+    with on_two_workers(1_000_000, tmp_path) as running:
+        running.wait_for(0, lambda: "step 100:" in running.output(0), "step 100")
+        os.kill(running.processes[1].pid, signal.SIGUSR1)
+        printed = end_of(running)
     assert not any("without residuals" in text for text in printed)
     saved = torch.load(tmp_path / "requeue-none.ckpt", weights_only=True)
     steps = saved["global_step"]
@@ -67,8 +70,10 @@ def test_the_example_for_clusters_saves_on_a_signal_and_resumes(tmp_path):
     assert steps % 10 == 0
     first, second = (worker["unsent"] for worker in saved["lightning_sparse"]["workers"])
     assert any(not torch.equal(residual, second[name]) for name, residual in first.items())
-    with on_two_workers(steps + 25, tmp_path) as workers:
-        printed = end_of(workers, tmp_path)
+    for rank in range(2):
+        (tmp_path / f"output of {rank}").unlink()
+    with on_two_workers(steps + 25, tmp_path) as running:
+        printed = end_of(running)
     for rank in range(2):
         assert f"worker {rank} of 2: {steps + 25} steps" in printed[rank]
     assert "calibrated" not in printed[0]  # which was done before

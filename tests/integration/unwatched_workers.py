@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,24 +92,6 @@ def _work(rank: int, num_workers: int, port: int, folder: str, function: Callabl
     os.environ |= environment_of(rank, num_workers, port)
     torch.set_num_threads(1)
     function(*args)
-
-
-@contextlib.contextmanager
-def scripts(command: list[str], folder: Path, environment: Mapping[str, str]) -> Iterator[list[Any]]:
-    """Run a command as each of two workers, with ``output of RANK`` in the folder; kill remaining workers."""
-    processes = []
-    with reserved_port() as port:
-        try:
-            for rank in range(2):
-                variables = {**environment, **environment_of(rank, 2, port)}
-                with (folder / f"output of {rank}").open("w") as output:
-                    streams = {"stdout": output, "stderr": subprocess.STDOUT}
-                    processes.append(subprocess.Popen(command, cwd=folder, env=variables, **streams))
-            yield processes
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -14,11 +14,12 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "file", ["unit/test_fused_threshold.py", "unit/test_fused_decode.py", "distributed/test_fused_training.py"]
+    "files", [["distributed/test_fused_training.py"], ["unit/test_fused_threshold.py", "unit/test_fused_decode.py"]]
 )
-def test_kernels_pass_in_tritons_interpreter(file):
+def test_kernels_pass_in_tritons_interpreter(files):
     pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "pytest", str(TESTS / file), "-q", "-p", "no:cacheprovider", "--tb=short", "-rf"]
+    paths = [str(TESTS / file) for file in files]
+    command = [sys.executable, "-m", "pytest", *paths, "-q", "-p", "no:cacheprovider", "--tb=short", "-rf"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
