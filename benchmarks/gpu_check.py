@@ -107,7 +107,7 @@ def steps(options: argparse.Namespace) -> Section:
         for name, row in results.items()
     ]
     head = ["", "ms per step", "launches", "operators", "waits", "MiB in steps 1 / 2 / 3", "density", "replicas equal"]
-    about = "Waits include those of the profiler and the loss scale, as with DDP. MiB: above the memory before the row."
+    about = "Waits include those of the profiler and the loss scale, as with DDP. MiB: peak minus previous memory."
     passed = all(row["same"] and (row["density"] or 0.0) < MOST_DENSITY for row in results.values())
     return "Steps", f"{report.table(head, rows)}\n\n{about}", passed
 

@@ -262,7 +262,7 @@ class NetworkLab:
 
         Args:
             rate: Rate of each direction of a link, such as "200mbit" or "2.5gbit". It includes Ethernet headers, so TCP
-                gets 95.6 % of it with packets of 1500 bytes. After a pause, a burst of 20 kB or 0.25 ms is free.
+                gets 95.6 % of it with packets of 1500 bytes. After a pause, the first 20 kB or 0.25 ms are not limited.
         """
         for host in range(self.hosts):
             _configure("tc", self.namespace(host), _shape(INTERFACE, rate))

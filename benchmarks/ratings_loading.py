@@ -43,7 +43,7 @@ def write_ratings(path: Path, rows: int) -> None:
     per_user = rows // users
     generator = np.random.default_rng(0)
     for number, part in enumerate(np.array_split(np.arange(users), 10)):
-        # Distinct for each user: a random start, then steps of a size coprime to the number of items.
+        # Nearly all step sizes are coprime to the number of items; duplicates of the others are dropped.
         starts, steps = generator.integers(ITEMS, size=(2, len(part), 1))
         items = (starts + (2 * (steps % 500) * 1671 + 1) * np.arange(per_user)) % ITEMS
         table = pd.DataFrame(

@@ -70,6 +70,8 @@ def main() -> None:
     listed = yaml.safe_load(options.variants.read_text(encoding="utf-8"))
     variants = [FLOOR, *expand_variants(listed, [])]
     if options.only is not None:
+        if unknown := set(options.only) - {variant.label for variant in variants}:
+            sys.exit(f"Unknown variants {sorted(unknown)}. Use labels of {options.variants}.")
         variants = [FLOOR, *(variant for variant in variants[1:] if variant.label in options.only)]
     seconds: dict[str, list[float]] = {variant.label: [] for variant in variants}
     densities: dict[str, list[float]] = {variant.label: [] for variant in variants}

@@ -31,9 +31,8 @@ SGD's rate is small and constant, so that gradients hardly change. Before the ti
 and is corrected until the density is within 7 % of ρ. Residuals start spread over (−λ, λ), as after a long training.
 The table shows the mean density over the timed steps, with an exclamation mark if it is more than 15 % off.
 
-Processes keep freed memory. By default, glibc may return it to the kernel in every step; the floor takes half as long
-again if its gradients are new pages each time. `--allocator glibc` uses this default. The result holds the page faults
-per step.
+Processes keep freed memory. By default, glibc may return it to the kernel in every step. With new pages in each step,
+the floor takes 1.5 times as long. `--allocator glibc` uses this default. The result holds the page faults per step.
 
 --exchange-only calls the hooks directly with random gradients, N(0, 1), in DDP's buckets. Their selection has no
 locality. It runs only the first of the models.
@@ -197,7 +196,9 @@ def parse() -> argparse.Namespace:
     if options.exchange_only:
         options.models = options.models[:1]
         options.methods = [
-            method for method in options.methods if method not in (FLOOR, "ddp_idle", POWER_SGD, *DRIFTS)
+            method
+            for method in options.methods
+            if method not in (FLOOR, "ddp_idle", POWER_SGD) and not method.startswith("drift_")
         ]
     elif FLOOR not in options.methods:
         options.methods.insert(0, FLOOR)

@@ -1,4 +1,4 @@
-"""Command line of all recipes: ``python -m recipes fit|validate|test|predict --config <recipe>.yaml``.
+"""Command line of all recipes: ``python -m recipes fit|validate|test --config <recipe>.yaml``.
 
 Arguments after the file override its entries: ``--trainer.strategy=ddp``, ``--data.root=<folder>``.
 """

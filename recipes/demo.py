@@ -1,7 +1,7 @@
 """Demo: ``python -m recipes.demo`` trains a small ResNet with a hard threshold, then with plain DDP, and compares.
 
-Both trainings run the recipe ``resnet18_cifar10/demo.yaml`` from the command line. Except for the model's size, all
-numbers are from their TensorBoard files.
+Both trainings run the recipe ``resnet18_cifar10/demo.yaml`` from the command line. All numbers are from
+their TensorBoard files.
 """
 
 import os
@@ -13,14 +13,12 @@ from math import sqrt
 from pathlib import Path
 from statistics import fmean, median
 
-import yaml
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = REPOSITORY / "recipes" / "resnet18_cifar10" / "demo.yaml"
 DENSE_COLOUR, SPARSE_COLOUR, MEAN_COLOUR = "0.45", "tab:blue", "navy"
-BYTES_OF_A_VALUE = 4
 STEPS_OF_MEAN = 25
 
 
@@ -28,9 +26,13 @@ STEPS_OF_MEAN = 25
 class Run:
     """The TensorBoard scalars of a training: steps and values by name."""
 
-    folder: Path
     steps: dict[str, list[int]]
     values: dict[str, list[float]]
+
+    @property
+    def num_elements(self) -> int:
+        """d, the number of elements of the gradient, of 4 bytes each."""
+        return round(self.values["gradient_bytes"][0] / 4)
 
 
 def main() -> None:
@@ -40,10 +42,9 @@ def main() -> None:
     sparse = train("hard threshold", output / "hard_threshold", number=1)
     dense = train("plain DDP", output / "dense", "--trainer.strategy=ddp", number=2)
 
-    num_elements = count_elements()
-    print("\n" + format_table(sparse, dense, num_elements))
+    print("\n" + format_table(sparse, dense))
     picture = output / "demo.png"
-    draw(sparse, dense, num_elements).savefig(picture, dpi=150)
+    draw(sparse, dense).savefig(picture, dpi=150)
     show = os.path.relpath
     tensorboard = Path(sys.executable).with_name("tensorboard")
     print(f"\nPicture  {show(picture)}")
@@ -65,34 +66,24 @@ def train(title: str, folder: Path, *arguments: str, number: int) -> Run:
 
 def read(folder: Path) -> Run:
     """Return the scalars of the only TensorBoard run below a folder."""
-    found = sorted(folder.rglob("events.out.tfevents.*"))
+    found = sorted({file.parent for file in folder.rglob("events.out.tfevents.*")})  # a resumed run has several files
     if len(found) != 1:
-        names = ", ".join(file.parent.name for file in found) or "none"
+        names = ", ".join(run.name for run in found) or "none"
         sys.exit(f"{folder} holds {len(found)} runs ({names}). It must hold one run: remove the others or train again.")
-    (event_file,) = found
-    events = EventAccumulator(str(event_file), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(found[0]), size_guidance={"scalars": 0})
     events.Reload()
     scalars = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
     return Run(
-        folder=event_file.parent,
         steps={name: [point.step for point in points] for name, points in scalars.items()},
         values={name: [point.value for point in points] for name, points in scalars.items()},
     )
 
 
-def count_elements() -> int:
-    """Return d, the number of elements of the recipe's gradient, which plain DDP does not log."""
-    from recipes.resnet18_cifar10.architectures import build_network  # here, because reading results needs no torch
-
-    width = yaml.safe_load(RECIPE.read_text())["model"]["init_args"]["width"]
-    return sum(parameter.numel() for parameter in build_network("resnet18", width=width).parameters())
-
-
-def format_table(sparse: Run, dense: Run, num_elements: int) -> str:
-    """Return a text table that compares both trainings of a model with ``num_elements`` parameters."""
+def format_table(sparse: Run, dense: Run) -> str:
+    """Return a text table that compares both trainings."""
     num_steps = len(sparse.values["sparse/payload_bytes"])
     sent = sum(sparse.values["sparse/payload_bytes"])
-    sent_dense = num_steps * num_elements * BYTES_OF_A_VALUE
+    sent_dense = num_steps * dense.values["gradient_bytes"][0]
 
     def percent(run: Run) -> str:
         return f"{100 * run.values['val/accuracy'][-1]:.1f} %"
@@ -108,7 +99,7 @@ def format_table(sparse: Run, dense: Run, num_elements: int) -> str:
         ("times fewer than dense", f"{sent_dense / sent:.0f}", "1"),
         ("median step time", milliseconds(sparse), milliseconds(dense)),
     ]
-    title = f"A narrow ResNet-18 ({num_elements:,} parameters) on digits, {num_steps} steps"
+    title = f"A narrow ResNet-18 ({sparse.num_elements:,} parameters) on digits, {num_steps} steps"
     note = (
         "Both workers run on this machine, where sending is almost free. The step times show the cost of selecting\n"
         "coordinates and of logging every step. They do not show the time that a slow network would save."
@@ -116,7 +107,7 @@ def format_table(sparse: Run, dense: Run, num_elements: int) -> str:
     return "\n".join([title, "", *(f"  {name:<33}{left:>16}{right:>14}" for name, left, right in rows), "", note])
 
 
-def draw(sparse: Run, dense: Run, num_elements: int) -> Figure:
+def draw(sparse: Run, dense: Run) -> Figure:
     """Return a figure with accuracy, density and error norm by step."""
     figure = Figure(figsize=(8, 8.5), layout="constrained")
     figure.suptitle("Sending only the gradient coordinates that reach a threshold: two workers, a small ResNet")
@@ -154,7 +145,7 @@ def draw(sparse: Run, dense: Run, num_elements: int) -> Figure:
         label="hard threshold",
     )
     # Every unsent coordinate is below λ, so the norm of d coordinates is below λ √d.
-    bound = sparse.values["sparse/threshold"][-1] * sqrt(num_elements)
+    bound = sparse.values["sparse/threshold"][-1] * sqrt(sparse.num_elements)
     error.axhline(bound, color=MEAN_COLOUR, linestyle=":", label=f"bound λ √d = {bound:.3g}")
     error.legend(loc="center right")
     error.set_ylabel("error norm (gradient units)")

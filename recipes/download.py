@@ -18,8 +18,8 @@ CHUNK_BYTES = 1 << 16
 def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
     """Download a file unless it exists, verify it and return ``path``.
 
-    Until it is complete, it has another name. So an interrupted download leaves nothing at ``path``, and processes of
-    two nodes with a shared file system may download the same file.
+    The file appears at ``path`` only when it is complete. Nodes that share a file system may download it at the same
+    time.
 
     Not collective: call it in ``LightningDataModule.prepare_data``, on one process per node. An exception there would
     leave the other workers waiting, so catch it and let ``setup`` raise on all workers.

@@ -14,7 +14,7 @@ class Lag(Callback):
     """Logs ``lag`` in every step: the mean over all coordinates of e · sign(m), in gradient units.
 
     e is the residual of rank 0, and m the running mean of the averaged gradients. A residual without a preferred
-    direction has a lag of 0. Times the learning rate, it is the distance by which weights lag behind, per coordinate.
+    direction has a lag of 0. The lag times the learning rate is the mean distance by which a weight lags behind.
     Only ``ddp_*`` strategies and simulated workers log it.
 
     Args:

@@ -32,8 +32,8 @@ def schedule_by_epoch(module: LightningModule, optimizer: torch.optim.Optimizer)
 
 def steps_per_epoch(module: LightningModule) -> int:
     """Return the optimizer steps per epoch of the module's Trainer."""
-    # Makes the Trainer load the training data; num_training_batches is infinite before that.
-    _ = module.trainer.estimated_stepping_batches
+    if module.trainer.train_dataloader is None:  # num_training_batches is infinite before the data are loaded
+        module.trainer.fit_loop.setup_data()
     return ceil(module.trainer.num_training_batches / module.trainer.accumulate_grad_batches)
 
 

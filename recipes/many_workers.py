@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m recipes.many_workers --root data --output many_workers.csv
 
 Each step, the workers share 256 of 12,800 images. Writes a row per training: accuracy and loss on 4,000 test images,
-the mean densities of workers and of averages, and the bytes that a worker receives per parameter and step. A coordinate
-takes 6 bytes on the way to its sum and 6 as an average. Averages of all parameters take 4, and dense gradients 8.
+the mean densities of workers and of averages, and the bytes that a worker receives per parameter and step. A sparse
+coordinate takes 6 bytes before the sum and 6 bytes after it. A dense sum takes 4 bytes; a dense exchange takes 8.
 """
 
 import argparse
@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
+    if unfit := [number for number in given.workers if number < 1 or BATCH % number]:
+        parser.error(f"Invalid --workers {unfit}. Must divide {BATCH}, the images per step.")
     data = CIFARDataModule(str(given.root), num_train_images=12_800, num_val_images=4_000)
     data.prepare_data()
     data.setup("fit")

@@ -11,8 +11,8 @@ class StepTimer(Callback):
     """Logs ``step_time`` in every step and ``gradient_bytes`` once.
 
     ``step_time`` is rank 0's time in seconds from the start of the previous training batch. The first batch of an epoch
-    logs none, because validation may precede it. On a GPU the host runs ahead of the device: use the median of many
-    steps, not single values.
+    and the first after a validation log none. On a GPU the host runs ahead of the device: use the median of many steps,
+    not single values.
     """
 
     def __init__(self) -> None:
@@ -27,6 +27,10 @@ class StepTimer(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_start = None
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_start = None
 
     @override

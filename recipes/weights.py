@@ -1,4 +1,4 @@
-"""Compares the weights that local training could validate: ``python -m recipes.weights FOLDER… [-- ARGUMENTS]``.
+"""Validates three choices of weights after local training: ``python -m recipes.weights FOLDER… [-- ARGUMENTS]``.
 
 For each run of local training, validates the mean of the workers' weights, the anchor and rank 0's weights. Validation
 and checkpoints use the mean::
@@ -12,6 +12,7 @@ A folder is the log folder of a recipe, with its ``config.yaml`` and one checkpo
 import argparse
 import sys
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,10 +34,12 @@ def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     if "weights" not in next(iter(content["workers"]), {}):
         sys.exit("The checkpoint lacks the weights of each worker. Train with worker_state: full.")
     candidates = {"anchor": content["shared"]["anchor"], "first worker": content["workers"][0]["weights"]}
-    return {"mean": state} | {
-        source: state | {name: flat.view(state[name].shape).to(state[name].dtype) for name, flat in weights.items()}
-        for source, weights in candidates.items()
-    }
+    found = {"mean": state}
+    for source, weights in candidates.items():
+        found[source] = deepcopy(state)  # keeps tied weights tied, which a state lists under each name
+        for name, flat in weights.items():
+            found[source][name].copy_(flat.view_as(found[source][name]))
+    return found
 
 
 def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:

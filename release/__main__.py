@@ -119,7 +119,7 @@ def try_out(kind: str, distribution: Path, environment: Environment, constraints
         f"installed in {seconds:.0f} s; torch {result['torch']}; {result['workers']} workers, {result['steps']} steps, "
         f"loss {first:.2f} → {last:.2f}, {result['density']:.2%} sent in the last step"
     )
-    verdicts.add(f"{kind} in {where}", smoke.faults(result, environment, __version__), details)
+    verdicts.add(f"{kind} in {where}", smoke.find_faults(result, environment, __version__), details)
 
 
 def main() -> int:

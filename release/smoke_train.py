@@ -25,7 +25,7 @@ class Model(LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the loss and records it."""
+        """Return the loss and record it."""
         loss = nn.functional.cross_entropy(self.layers(batch), batch[:, :10].argmax(dim=1))
         self.losses.append(loss.item())
         return loss

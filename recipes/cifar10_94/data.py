@@ -26,14 +26,14 @@ class ShortTrainingDataModule(CIFARDataModule):
     pixels and not augmented.
 
     Args:
-        root: folder of the data sets; CIFAR is fetched into it unless it is there.
-        source: which images.
+        root: folder of the data sets; CIFAR is downloaded to it unless it exists.
+        source: the data set.
         batch_size: images per worker and step.
-        num_train_images: train on only so many, the first ones. All if not given.
-        num_val_images: validate and test on only so many.
+        num_train_images: trains on the first images only. None takes all images.
+        num_val_images: validates and tests on the first images only.
 
     Raises:
-        ValueError: a number of images below 1, or, from ``setup``, above what there is.
+        ValueError: a number of images is below 1, or, from ``setup``, larger than the data set.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ShortTrainingDataModule(CIFARDataModule):
         super().setup(stage)
         assert self.train_images is not None
         if self.source != "builtin":
-            # A generator of its own: the halves depend on the seed only and are equal on all workers.
+            # With a separate generator, the halves depend on the seed only and are equal on all workers.
             generator = torch.Generator().manual_seed(torch.initial_seed())
             images, labels = self.train_images.tensors
             mirrored = torch.rand(len(images), generator=generator) < 0.5

@@ -1,8 +1,8 @@
 """A narrow convolutional network that learns CIFAR-10 in a dozen epochs, with its optimizer and schedule.
 
-Network and hyperparameters follow airbench94 (github.com/KellerJordan/cifar10-airbench; Jordan, arXiv:2404.00498). They
-are for small batches per worker here: slow running statistics of batch normalisation, no lookahead, and a learning rate
-that ends at zero.
+Network and hyperparameters follow airbench94 (github.com/KellerJordan/cifar10-airbench; Jordan, arXiv:2404.00498).
+Three changes are for small batches per worker: slow running statistics of batch normalisation, no lookahead, and a
+learning rate that ends at zero.
 """
 
 import torch
@@ -33,7 +33,7 @@ class ShortTrainingClassifier(LoggedClassifier):
         label_smoothing: share of each target that is spread over all classes.
 
     Raises:
-        ValueError: on all workers before training, data of another number of classes.
+        ValueError: the data have another number of classes; raised on all workers before training.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ def _block(in_channels: int, out_channels: int) -> nn.Sequential:
         nn.GELU(),
     )
     for convolution in (block[0], block[4]):
-        # The first filters pass their input on, so that a deep network begins as a shallow one.
+        # The first filters start as the identity, so that the deep network begins like a shallow one.
         nn.init.dirac_(convolution.weight[: convolution.in_channels])
     return block
 
@@ -135,7 +135,7 @@ def _block(in_channels: int, out_channels: int) -> nn.Sequential:
 class Whitening(nn.Module):
     """A convolution with fixed filters that decorrelates patches of 2 x 2 pixels; only its bias is trained.
 
-    Filters are a buffer: they are neither exchanged nor trained, and a checkpoint holds them.
+    The filters are a buffer: no optimizer trains them, and checkpoints contain them.
     """
 
     filters: Tensor
@@ -153,7 +153,7 @@ class Whitening(nn.Module):
 
         Args:
             images: as the network takes them, shape (number, 3, height, width).
-            epsilon: is added to variances, so that patches without variance do not get unbounded filters.
+            epsilon: added to the variances, so that components without variance get bounded filters.
         """
         patches = functional.unfold(images, self.patch_size).transpose(0, 1).flatten(1)
         variances, components = torch.linalg.eigh(patches @ patches.T / patches.shape[1])
@@ -168,10 +168,10 @@ class Whitening(nn.Module):
 class ShiftNorm(nn.BatchNorm2d):
     """Batch normalisation without a scale, and with a shift of eight times its parameter.
 
-    The factor makes shifts train 64 times as fast as a learning rate of their own would. One rate for all parameters
-    keeps a threshold on gradients meaningful, and larger gradients of the shifts are sent more often.
+    With SGD, the factor of 8 equals a learning rate 64 times as high for the shifts. All parameters keep one learning
+    rate, so one threshold suits all gradients.
 
-    Running statistics average over about fifty batches, because the first worker's batches are small.
+    Running statistics average over about fifty batches, because rank 0's batches are small.
     """
 
     def __init__(self, num_features: int) -> None:
@@ -180,7 +180,7 @@ class ShiftNorm(nn.BatchNorm2d):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        # Apart from the shift, because torch's backward of a shift without a scale fails on GPUs.
+        # Add the shift separately: on GPUs, torch's backward fails for a shift without a scale.
         normalised = functional.batch_norm(
             input, self.running_mean, self.running_var, None, None, self.training, self.momentum, self.eps
         )

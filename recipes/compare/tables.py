@@ -25,7 +25,7 @@ def format_table(outcomes: Mapping[str, Sequence[Outcome]], metric: str) -> str:
             format_mean([run.metric for run in runs], 4),
             f"{format_mean([100 * run.density for run in runs], 2)} %",
             f"{sent / 1e6:,.1f}",
-            f"{fmean([run.dense_bytes for run in runs]) / sent:.1f}",
+            f"{fmean([run.dense_bytes for run in runs]) / sent:.1f}" if sent else "–",
             f"{1000 * fmean([run.step_time for run in runs]):.0f} ms",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -1,6 +1,6 @@
 """Trains on a data set with several sparsifiers and compares the results with the theory.
 
-    python -m recipes.logistic_regression --root data --dataset madelon --output DIR
+    python -m recipes.logistic_regression --root data --dataset mushrooms --output DIR
 
 Writes curves.csv, bound.csv and their figures to DIR and prints two tables. To repeat only the figures and tables, run
 ``python -m recipes.logistic_regression.report DIR``.

@@ -19,7 +19,7 @@ SHARES_OF_THRESHOLD = (0.0, 0.1, 1.0)
 
 
 class BoundResult(NamedTuple):
-    """The result of ``bounds``.
+    """The result of ``compute_bounds``.
 
     Attributes:
         problem: the exact L, and the largest measured σ² and ζ².

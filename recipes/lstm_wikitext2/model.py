@@ -219,7 +219,7 @@ class LSTMLanguageModel(LightningModule):
 
     def _summed_loss(self, batch: tuple[Tensor, Tensor], batch_idx: int, stage: Stage) -> tuple[Tensor, Tensor]:
         words, targets = batch
-        # By index, because Lightning does not call the hook for the start of an epoch in every resumed run.
+        # Reset by batch index, because Lightning does not call on_train_epoch_start in every resumed run.
         hidden = None if batch_idx == 0 else self.hidden[stage]
         if hidden is not None and hidden[0].shape[1] != words.shape[1]:
             rank_zero_warn(
@@ -253,7 +253,7 @@ class LSTMLanguageModel(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore this worker's state if equally many workers wrote the checkpoint, else starts with zeros."""
+        """Restore this worker's state if as many workers wrote the checkpoint, else start from zeros."""
         self.hidden["train"] = None
         states = checkpoint.get("hidden")
         if states is None or self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:

@@ -7,9 +7,10 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from recipes.ncf_movielens.metrics import NDCG, HitRate
+from recipes.ncf_movielens.metrics import hits_and_gains
 
 PAPER_FACTORS = 64
 PAPER_MLP_SIZES = (256, 256, 128, 64)
@@ -113,8 +114,8 @@ class NCFRecommender(LightningModule):
         self.save_hyperparameters()
         self.network: NeuMF | None = None
         self.loss = nn.BCEWithLogitsLoss()
-        self.val_hr10, self.val_ndcg10 = HitRate(10), NDCG(10)
-        self.test_hr10, self.test_ndcg10 = HitRate(10), NDCG(10)
+        self.val_hr10, self.val_ndcg10 = MeanMetric(), MeanMetric()
+        self.test_hr10, self.test_ndcg10 = MeanMetric(), MeanMetric()
         if num_users is not None and num_items is not None:
             self.configure_model()
 
@@ -158,11 +159,11 @@ class NCFRecommender(LightningModule):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._rank(batch, "test", self.test_hr10, self.test_ndcg10)
 
-    def _rank(self, batch: tuple[Tensor, Tensor], stage: str, hit_rate: HitRate, ndcg: NDCG) -> None:
+    def _rank(self, batch: tuple[Tensor, Tensor], stage: str, hit_rate: MeanMetric, ndcg: MeanMetric) -> None:
         users, candidates = batch
         scores = self(users[:, None].expand_as(candidates).flatten(), candidates.flatten()).view_as(candidates)
-        hit_rate.update(scores)
-        ndcg.update(scores)
+        for metric, values in zip((hit_rate, ndcg), hits_and_gains(scores), strict=True):
+            metric.update(values)
         self.log(f"{stage}/hr10", hit_rate, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(users))
         self.log(f"{stage}/ndcg10", ndcg, on_step=False, on_epoch=True, batch_size=len(users))
 

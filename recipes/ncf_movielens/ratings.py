@@ -217,4 +217,4 @@ def _write(path: Path, content: dict[str, Any], ratings: Path) -> None:
             finally:
                 Path(file.name).unlink(missing_ok=True)
     except OSError as error:
-        rank_zero_warn(f"Every worker will parse the ratings in every run: the cache could not be written: {error}")
+        rank_zero_warn(f"The cache could not be written: {error}. Every worker will parse the ratings in every run.")

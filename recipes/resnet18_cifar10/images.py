@@ -79,7 +79,8 @@ def unpack(dataset: type[CIFAR10], root: Path) -> None:
     archive = fetch(dataset.url, root / dataset.filename, md5=dataset.tgz_md5)
     with tempfile.TemporaryDirectory(prefix=f"{dataset.base_folder}.", dir=root) as unfinished:
         with tarfile.open(archive) as content:
-            content.extractall(unfinished, filter="data")
+            content.extraction_filter = getattr(tarfile, "data_filter", None)  # absent before Python 3.10.12 and 3.11.4
+            content.extractall(unfinished)
         try:
             os.rename(Path(unfinished) / dataset.base_folder, folder)
         except OSError:

@@ -19,7 +19,7 @@ from recipes import MissingDataError
 from recipes.ncf_movielens import archive
 from recipes.ncf_movielens.data import MovieLensDataModule
 from recipes.ncf_movielens.low_rank import draw_low_rank_ratings
-from recipes.ncf_movielens.metrics import NDCG, HitRate, pessimistic_ranks
+from recipes.ncf_movielens.metrics import hits_and_gains, pessimistic_ranks
 from recipes.ncf_movielens.model import NCFRecommender, NeuMF
 from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, unrated_items
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, make_shard, ranking_batches
@@ -276,26 +276,20 @@ class TestMetrics:
         relevant = torch.zeros(200, 101, dtype=torch.bool)
         relevant[:, 0] = True
         queries = torch.arange(200)[:, None].expand(200, 101)
-        for ours, theirs in ((HitRate(10), RetrievalHitRate(top_k=10)), (NDCG(10), RetrievalNormalizedDCG(top_k=10))):
-            for part in scores.split(64):
-                ours.update(part)
+        metrics = RetrievalHitRate(top_k=10), RetrievalNormalizedDCG(top_k=10)
+        for ours, theirs in zip(hits_and_gains(scores), metrics, strict=True):
             theirs.update(nudged.flatten(), relevant.flatten(), indexes=queries.flatten())
             assert 0.1 < theirs.compute() < 0.9
-            torch.testing.assert_close(ours.compute(), theirs.compute())
+            torch.testing.assert_close(ours.mean(), theirs.compute())
 
 
-@on_workers(2)
-def test_metrics_of_uneven_shards_of_two_workers():
-    # Ranks 0, 0, 9 and 10 of four users; the second worker has one user.
+def test_hits_and_gains_of_each_rank_and_of_no_user():
     scores = torch.arange(20.0).repeat(4, 1)
-    scores[:, 0] = torch.tensor([99, 99, 10.5, 9.5])
-    mine = [scores[:3], scores[:0]] if torch.distributed.get_rank() == 0 else [scores[3:]]
-    hit_rate, ndcg = HitRate(10), NDCG(10)
-    for part in mine:
-        hit_rate.update(part)
-        ndcg.update(part)
-    assert hit_rate.compute().item() == pytest.approx(3 / 4)
-    assert ndcg.compute().item() == pytest.approx((2 + 1 / log2(11)) / 4)
+    scores[:, 0] = torch.tensor([99, 99, 10.5, 9.5])  # ranks 0, 0, 9 and 10
+    hits, gains = hits_and_gains(scores)
+    assert hits.tolist() == [1, 1, 1, 0]
+    assert gains.tolist() == pytest.approx([1, 1, 1 / log2(11), 0])
+    assert [len(values) for values in hits_and_gains(scores[:0])] == [0, 0]
 
 
 def learn_low_rank(world_size, strategy):

@@ -103,7 +103,7 @@ class TestModel:
 
 @on_workers(2, process_group=False)
 def test_each_worker_has_its_classes_in_another_order_each_epoch():
-    data = CIFARDataModule(source="builtin", batch_size=8, num_workers=0, heterogeneous=True)
+    data = CIFARDataModule(source="builtin", batch_size=128, num_workers=0, heterogeneous=True)
     seen = []
     listener = LambdaCallback(
         on_train_epoch_start=lambda *_: seen.append([]),
@@ -394,7 +394,7 @@ class TestDemo:
     @pytest.fixture
     def runs(self):
         steps = list(range(30))
-        every = {"val/accuracy": [0.5, 0.75], "step_time": [0.02] * 29 + [9.0]}
+        every = {"val/accuracy": [0.5, 0.75], "step_time": [0.02] * 29 + [9.0], "gradient_bytes": [10_000.0]}
         sparse = {
             "sparse/payload_bytes": [1000.0] * 30,
             "sparse/density": [0.0, 0.02] * 15,
@@ -402,13 +402,13 @@ class TestDemo:
             "sparse/threshold": [0.1] * 30,
         }
         return [
-            demo.Run(Path(), {name: steps[-len(series) :] for name, series in values.items()}, values)
+            demo.Run({name: steps[-len(series) :] for name, series in values.items()}, values)
             for values in (every | sparse, every)
         ]
 
     def test_table(self, runs):
-        assert demo.count_elements() == 701_466
-        text = demo.format_table(*runs, num_elements=2500)
+        text = demo.format_table(*runs)
+        assert "(2,500 parameters)" in text
         rows = {line[2:35].strip(): line[35:].split() for line in text.splitlines() if line.startswith("  ")}
         assert rows["validation accuracy, last epoch"] == ["75.0", "%", "75.0", "%"]
         assert rows["average density"] == ["1.00", "%", "100", "%"]
@@ -417,7 +417,7 @@ class TestDemo:
         assert rows["median step time"] == ["20", "ms", "20", "ms"]
 
     def test_picture(self, runs, tmp_path):
-        figure = demo.draw(*runs, num_elements=2500)
+        figure = demo.draw(*runs)
         accuracy, density, error = figure.axes
         assert [len(line.get_xdata()) for line in accuracy.lines] == [2, 2]
         assert density.get_yscale() == "log"
