@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROJECT = Path(__file__).parents[1]
+PACKAGE = PROJECT / "lightning_sparse"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 """The pages about the package, whose code readers copy."""
 

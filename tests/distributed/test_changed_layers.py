@@ -57,6 +57,8 @@ def test_an_added_layer_starts_from_its_mean_and_stays_within_the_threshold() ->
         averager.step()
         if step == CHANGE:
             torch.testing.assert_close(*of_all_workers(net[3].weight.detach()), rtol=0, atol=LAMBDA)
+        if step >= CHANGE and (step + 1) % 3 == 0:  # an exchange has ended
+            assert (net[3].weight - averager.anchor()["3.weight"]).abs().max() < LAMBDA * (1 + 1e-5)
     weights, anchor = dict(net.named_parameters()), averager.anchor()
     assert weights.keys() == anchor.keys()
     torch.testing.assert_close(*of_all_workers(dict(anchor)), rtol=0, atol=0)

@@ -81,7 +81,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sent_and_pending_gradients_add_up_under_join(kind):
-    workers = run_workers(_epochs, 3, kind, 4)
+    workers = run_workers(_epochs, 3, kind, 4 if kind == "accordion" else 2)
     mean = torch.stack([worker["total"] - worker["pending"] for worker in workers]).mean(0)
     for worker in workers:
         torch.testing.assert_close(-worker["weight"], mean, rtol=1e-4, atol=1e-3)

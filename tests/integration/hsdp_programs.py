@@ -158,7 +158,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
     "buffers and an unused layer": (WithNorm, {}, 1e-12),
     "activation checkpointing": (Checkpointed, {}, 1e-12),
     "a compiled layer": (Compiled, {}, 1e-12),
-    "computing in bfloat16": (HalfPrecision, {}, 1e-5),
     "precision bf16-mixed": (HalfPrecision, {"precision": "bf16-mixed"}, 1e-5),
     "weights in bfloat16": (InHalf, {}, 0.05),
 }

@@ -24,6 +24,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.checkpointing.restoring import restore
 from lightning_sparse.engine.snapshot import sealed
+from tests.distributed.drift_simulation import NESTEROV
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
     WEIGHTS_ONLY,
@@ -136,7 +137,6 @@ OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "copies": {"strategy": {"gradient_as_bucket_view": False}},
 }
 KEPT_APART = {"keep_drift": False, "drift_decay": 0.9}
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 OF_DRIFTS: dict[str, dict[str, Any]] = {
     "adam": {},
     "every third step": {"strategy": {"every_n_steps": 3}},
@@ -218,8 +218,14 @@ def run(num_workers: int, case: dict[str, Any], max_steps: int, save: Any = None
     return run_workers(function, num_workers, case, max_steps, *savers, process_group=False)
 
 
+OF_THREE = (
+    *("plain", "middle of calibration", "share of each layer", "learning rate"),
+    *("dense", "reduce scatter", "sparse sums", "random k, each its own"),
+)
+
+
 def rows_of_cases() -> list[Any]:
-    rows = [(name, num_workers) for name in OF_GRADIENTS for num_workers in (2, 3)]
+    rows = [(name, number) for name in OF_GRADIENTS for number in ((2, 3) if name in OF_THREE else (2,))]
     drifts = [(name, 2) for name in CASES if name not in OF_GRADIENTS]
     return [*rows, pytest.param(*drifts[0], marks=pytest.mark.representative), *drifts[1:]]
 
@@ -271,7 +277,7 @@ def start_from(num_workers: int, case: dict[str, Any], path: Path, **options: An
     return run_workers(_start_from, num_workers, case, str(path), options, process_group=False)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (8, 1)])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 1)])
 @pytest.mark.parametrize("worker_state", ["full", "small"])
 def test_another_number_of_workers_keeps_the_pending_update(
     worker_state: str, before: int, after: int, tmp_path: Path
@@ -318,8 +324,9 @@ def test_a_small_checkpoint_of_drifts_has_mean_weights_and_one_optimizer(keep_dr
         expected = mean_of([worker["unsent"] for worker in whole["lightning_sparse"]["workers"]])
         torch.testing.assert_close(content["workers"][0]["unsent"], expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(small["optimizer_states"], whole["optimizer_states"], rtol=0, atol=0)
-    for worker in run(2, case, END, resume=path, **options):
-        assert worker["steps"][-1]["step"] > STOP
+    assert_equal(small["state_dict"], whole["state_dict"])
+    for start in start_from(2, case, path, **options):
+        assert_equal(start["weights"], small["state_dict"])
 
 
 def test_a_small_checkpoint_has_a_single_residual_and_a_full_checkpoint_n(tmp_path: Path) -> None:
@@ -367,23 +374,25 @@ def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
     return callback.residuals, messages
 
 
-def _fit_changed(path: str) -> int:
+def _fit_changed(path: str) -> tuple[int, float]:
     class Changed(Renamed):
         default_optimizer, strict_loading = staticmethod(adam), False
 
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"] = {}
-            checkpoint["optimizer_states"] = [self.configure_optimizers().state_dict()]
+            states = self.configure_optimizers().state_dict()
+            states["param_groups"][0]["lr"] = 0.003
+            checkpoint["optimizer_states"] = [states]
 
     trainer = quiet_trainer(make_strategy(CASES["local, adam"]), max_steps=END)
     trainer.fit(Changed(), ResumableData(1000), ckpt_path=path)
-    return trainer.global_step
+    return trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"]
 
 
 def test_a_changed_model_trains_locally_with_the_optimizers_that_the_user_gives(tmp_path: Path) -> None:
     path = tmp_path / "stop.ckpt"
     run(2, CASES["local, adam"], STOP, save=(STOP, str(path)))
-    assert run_workers(_fit_changed, 2, str(path), process_group=False) == [END, END]
+    assert run_workers(_fit_changed, 2, str(path), process_group=False) == [(END, 0.003)] * 2
 
 
 def test_a_changed_model_keeps_matching_state_and_names_the_rest(tmp_path: Path) -> None:

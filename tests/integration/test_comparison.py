@@ -5,10 +5,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from recipes import plot
 from recipes.compare import __main__ as compare
@@ -17,9 +17,9 @@ from recipes.compare.runs import Choice, Outcome, Runs, read_outcome
 from recipes.compare.tables import format_grid_table, format_table
 from recipes.compare.variants import Grid, Variant, expand_variants, parse_grid
 from recipes.demo import Run, read
-from tests.integration.unwatched_workers import is_running
+from tests.integration.unwatched_workers import is_running, wait_until
+from tests.markdown import PROJECT
 
-PROJECT = Path(__file__).parents[2]
 DEMO = "recipes/resnet18_cifar10/demo.yaml"
 VALUES = {"dense": (0.9, 1.0, 1.1), "other": (1.4, 1.5, 1.6), "same": (0.9, 1.0, 1.1)}
 
@@ -84,23 +84,22 @@ def test_a_comparison_runs_every_variant_once_and_draws_it(tmp_path, call):
 
 @pytest.mark.full
 @pytest.mark.long
-def test_a_failing_variant_shows_its_output_and_leaves_no_files(tmp_path):
-    command = [sys.executable, "-m", "recipes.compare", DEMO, "--metric", "val/accuracy"]
-    command += ["--output", str(tmp_path), "--variant", "wrong: --trainer.strategy.threshold=-1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
-    assert done.returncode == 1
-    assert re.search(r"threshold=-1.*Must be a finite number of at least 0", done.stderr)
+def test_a_failing_variant_shows_its_output_and_leaves_no_files(tmp_path, call):
+    variant = ("--variant", "wrong: --trainer.strategy.threshold=-1")
+    with pytest.raises(SystemExit, match=r"threshold=-1.*Must be a finite number of at least 0"):
+        call(compare.main, DEMO, "--metric", "val/accuracy", "--output", tmp_path, *variant)
     assert not list(tmp_path.rglob("1"))
 
 
 def test_outcomes_count_compressed_bytes_and_a_table_has_mean_and_deviation_over_seeds(monkeypatch):
     values = {"m": [1.0], "train/local_loss": [1.0] * 2, "gradient_bytes": [100.0], "compressed_bytes": [10.0] * 2}
-    run = Run(Path(), {}, values | {"step_time": [0.1]})
+    run = Run({}, values | {"step_time": [0.1]})
     monkeypatch.setattr("recipes.compare.runs.read", lambda _: run)
     assert read_outcome(Path(), "m") == Outcome(1.0, 0.1, 20.0, 200.0, 0.1)
     runs = [Outcome(0.5, 0.01, 2e6, 100e6, 0.030), Outcome(0.7, 0.03, 2e6, 100e6, 0.050)]
     last = format_table({"spar|se": runs}, "accuracy").splitlines()[-1]
     assert last == r"| spar\|se | 0.6000 ± 0.1414 | 2.00 ± 1.41 % | 2.0 | 50.0 | 40 ms |"
+    assert "| 0.0 | – |" in format_table({"one worker": [Outcome(0.5, 1.0, 0.0, 100e6, 0.03)]}, "accuracy")
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", "0.01"), ("max", "0.1")])
@@ -294,19 +293,13 @@ def test_stopping_a_comparison_stops_its_training(number, tmp_path):
         "main()\n"
     )
     compared = subprocess.Popen([sys.executable, "-c", script], cwd=PROJECT, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "pids").exists():
-        assert compared.poll() is None, compared.stderr.read()
-        time.sleep(0.1)
+    wait_until(lambda: (tmp_path / "pids").exists() or compared.poll() is not None, "the training starts")
     compared.send_signal(number)
     _, printed = compared.communicate(timeout=60)
     assert "Stopped. Finished runs are kept" in printed
     assert "Traceback" not in printed
     for process in map(int, (tmp_path / "pids").read_text().split()):
-        for _ in range(100):
-            if not is_running(process):
-                break
-            time.sleep(0.1)
-        assert not is_running(process)
+        wait_until(lambda process=process: not is_running(process), "the training ends")
 
 
 def test_two_comparisons_do_not_make_runs_in_one_folder(tmp_path):
@@ -325,6 +318,13 @@ def test_the_command_of_a_run_does_not_write_to_the_folder_of_kept_runs(monkeypa
         "OMP_NUM_THREADS=2 python -m recipes fit --config=recipes/a/x.yaml --seed_everything=3 "
         "--data.root=d '--x=[1, 2]'"
     )
+
+
+def test_a_resumed_run_has_several_files(tmp_path):
+    for step in range(2):
+        with SummaryWriter(tmp_path / "version_0", filename_suffix=f".{step}") as writer:
+            writer.add_scalar("loss", 0.5, step)
+    assert read(tmp_path).steps == {"loss": [0, 1]}
 
 
 def test_a_folder_with_several_runs_is_rejected(tmp_path):
@@ -349,8 +349,8 @@ def test_pictures_have_a_line_per_variant_and_labels():
         mean = pytest.approx(sum(some) / 3)
         assert container.lines[0].get_xydata().tolist() == [[1.0, mean], [10.0, mean]]
     values = {"val/loss": [2.0, 1.0], "sparse/error_norm": [3.0] * 1000, "sparse/density": [0.1] * 1000}
-    sparse = Run(Path(), {name: list(range(1000)) for name in values} | {"val/loss": [9, 19]}, values)
-    dense = Run(Path(), {"val/loss": [9, 19]}, {"val/loss": [1.5, 0.5]})
+    sparse = Run({name: list(range(1000)) for name in values} | {"val/loss": [9, 19]}, values)
+    dense = Run({"val/loss": [9, 19]}, {"val/loss": [1.5, 0.5]})
     figure = draw_steps({"sparse": [sparse, sparse], "dense": [dense]}, "val/loss")
     metric, norm, total, density = figure.axes
     assert [len(axes.lines) for axes in figure.axes] == [2, 1, 1, 1]

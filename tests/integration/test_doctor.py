@@ -25,12 +25,11 @@ def test_the_doctor_reports_the_environment() -> None:
 @pytest.mark.full
 def test_the_doctor_measures_the_link_between_workers(tmp_path: Path) -> None:
     with workers(2, tmp_path, doctor.main, ["--parameters", "1000000"]) as running:
-        running.wait(range(2))
-    text = running.output(0)
+        text, other = running.end()
     [rate] = re.findall(r"^Link: (\S+) Gbit/s to each of 2 workers", text, re.MULTILINE)
     assert float(rate) > 0
     assert "1,000,000 elements, 2 workers" in text
-    assert "lightning_sparse" not in running.output(1)  # only rank 0 prints
+    assert "lightning_sparse" not in other  # only rank 0 prints
 
 
 @pytest.mark.full

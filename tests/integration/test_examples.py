@@ -7,31 +7,17 @@ that imports everything itself takes five seconds of a core.
 import importlib.util
 import os
 import re
-import runpy
 import signal
 import sys
 
 import pytest
 import torch
 
-from tests.integration.unwatched_workers import printed_by, workers
+from tests.integration.unwatched_workers import printed_by, run_script, workers
 from tests.markdown import PROJECT
 
 EXAMPLES = PROJECT / "docs" / "examples"
 NUM_WORKERS = {"plain_ddp.py": 0, "local_training.py": 2, "with_fabric.py": 2, "sharded.py": 4, "sharded_local.py": 4}
-
-
-def run_script(folder, script, *arguments):
-    os.chdir(folder)
-    sys.argv = [script, *arguments]
-    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-
-
-def end_of(running):
-    running.wait(range(len(running.processes)))
-    printed = [running.output(rank) for rank in range(len(running.processes))]
-    assert not any(process.exitcode for process in running.processes), "\n".join(printed)
-    return printed
 
 
 @pytest.mark.long
@@ -42,8 +28,8 @@ def test_an_example_learns_with_few_coordinates(script, num_workers, tmp_path):
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), str(EXAMPLES / script)]
         printed = printed_by(command).stdout
     else:
-        with workers(num_workers, tmp_path, run_script, tmp_path, script) as running:
-            printed = "".join(end_of(running))
+        with workers(num_workers, tmp_path, run_script, EXAMPLES / script, tmp_path) as running:
+            printed = "".join(running.end())
     rows = re.findall(r"step (\d+): loss ([\d.]+), density ([\d.]+), error ([\d.]+)", printed)
     assert [int(row[0]) for row in rows] == [0, 100, 200]  # printed by one worker only
     losses = [float(row[1]) for row in rows]
@@ -53,7 +39,7 @@ def test_an_example_learns_with_few_coordinates(script, num_workers, tmp_path):
 
 
 def on_two_workers(max_steps, folder):
-    return workers(2, folder, run_script, folder, "cluster.py", "--devices=2", f"--max-steps={max_steps}")
+    return workers(2, folder, run_script, EXAMPLES / "cluster.py", folder, "--devices=2", f"--max-steps={max_steps}")
 
 
 @pytest.mark.full
@@ -62,8 +48,8 @@ def test_the_example_for_clusters_saves_on_a_signal_and_resumes(tmp_path):
     with on_two_workers(1_000_000, tmp_path) as running:
         running.wait_for(0, lambda: "step 100:" in running.output(0), "step 100")
         os.kill(running.processes[1].pid, signal.SIGUSR1)
-        printed = end_of(running)
-    assert not any("without residuals" in text for text in printed)
+        printed = running.end()
+    assert not any("holds no residuals" in text for text in printed)
     saved = torch.load(tmp_path / "requeue-none.ckpt", weights_only=True)
     steps = saved["global_step"]
     assert 100 < steps < 1_000_000
@@ -73,7 +59,7 @@ def test_the_example_for_clusters_saves_on_a_signal_and_resumes(tmp_path):
     for rank in range(2):
         (tmp_path / f"output of {rank}").unlink()
     with on_two_workers(steps + 25, tmp_path) as running:
-        printed = end_of(running)
+        printed = running.end()
     for rank in range(2):
         assert f"worker {rank} of 2: {steps + 25} steps" in printed[rank]
     assert "calibrated" not in printed[0]  # which was done before

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from benchmarks.network_lab import INTERFACE, NetworkLab
 from lightning_sparse import DDPHardThresholdStrategy
 from tests.integration.models import Recorder, assert_equal, nesterov, quiet_trainer
-from tests.integration.unwatched_workers import environment
+from tests.integration.unwatched_workers import environment, wait_until
 from tests.markdown import PROJECT
 from tests.workers import run_workers
 
@@ -143,16 +143,6 @@ def assert_only_time_differs(results: list[dict[str, Any]]) -> None:
         assert_equal(found["weights"], results[0]["weights"])
 
 
-def wait_for(condition: Callable[[], bool], training: Future[Any], timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if training.done():
-            training.result()
-            raise AssertionError("The training ended before the link failed.")
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.full
 def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     with NetworkLab(hosts=2) as lab:
@@ -188,7 +178,8 @@ def test_a_link_that_fails_for_seconds_costs_only_time(tmp_path: Path) -> None:
         # At this rate data is nearly always in transit, and the training outlasts the `ip` command.
         lab.shape(rate="1mbit")
         training = thread.submit(train_on, lab, tmp_path)
-        wait_for(lambda: steps_made() >= 10, training)
+        wait_until(lambda: training.done() or steps_made() >= 10, "ten steps")
+        assert not training.done(), training.result()
         lab.link_down(1)
         time.sleep(1.0)
         before = steps_made()

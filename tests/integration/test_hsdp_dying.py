@@ -23,7 +23,6 @@ from tests.integration.test_dying_workers import GROUP_TIMEOUT, Failure
 from tests.integration.unwatched_workers import workers
 
 DIES_AT = 5
-in_both = pytest.mark.parametrize("kind", [GRADIENTS, DRIFTS])
 saves_on_exception = pytest.mark.skipif(
     not HAS_SAVE_ON_EXCEPTION, reason="this Lightning's ModelCheckpoint has no save_on_exception"
 )
@@ -135,8 +134,7 @@ def _train_and_be_killed(folder: str, kind: Any, place: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", ["between the parts", "before it is in place"])
-@in_both
+@pytest.mark.parametrize(("kind", "place"), [(GRADIENTS, "between the parts"), (DRIFTS, "before it is in place")])
 def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path, kind: Any, place: str) -> None:
     saved = tmp_path / "saved"
     with workers(4, tmp_path, _train_and_be_killed, str(saved), kind, place) as started:
@@ -170,8 +168,7 @@ def _train_and_raise(folder: str, kind: Any, is_folder: bool, is_alone: bool) ->
 
 @saves_on_exception
 @pytest.mark.full
-@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
-@in_both
+@pytest.mark.parametrize(("kind", "is_folder"), [(GRADIENTS, True), (DRIFTS, False)], ids=["folder", "file"])
 def test_an_exception_on_a_single_rank_is_shown_and_saves_nothing(tmp_path: Path, kind: Any, is_folder: bool) -> None:
     with workers(4, tmp_path, _train_and_raise, str(tmp_path / "saved"), kind, is_folder, True) as started:
         started.wait(range(4))

@@ -258,20 +258,27 @@ def test_updates_by_hand_cause_advice() -> None:
 
 
 class Sleeping(Sharded):
-    """Sleeps on one rank for 12 seconds."""
+    """Sleeps on one rank until the others have raised, at most 12 seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
 
     def loss(self, batch: Any) -> Tensor:
         if dist.get_rank() == 3 and len(self.batches) == 3:
-            time.sleep(12)
+            deadline = time.monotonic() + 12
+            while len(os.listdir(self.folder)) < 3 and time.monotonic() < deadline:
+                time.sleep(0.05)
         return super().loss(batch)
 
 
 @pytest.mark.full
 @on_ranks(4)
-def test_a_wait_beyond_the_timeout_raises() -> None:
+def test_a_wait_beyond_the_timeout_raises(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError):
-        fit(GRADIENTS(threshold=0.0, replicas=2, timeout=timedelta(seconds=3)), Sleeping())
+        fit(GRADIENTS(threshold=0.0, replicas=2, timeout=timedelta(seconds=3)), Sleeping(tmp_path))
+    (tmp_path / str(dist.get_rank())).touch()
     assert dist.get_rank() == 3 or time.monotonic() - started < 11
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tests.distributed.drift_simulation import NESTEROV, Simulation, at_least, simulated
 from tests.distributed.simulation import Plan, simulate
@@ -25,6 +24,7 @@ from tests.integration.hsdp_models import (
     adam,
     build_network,
     fit,
+    loss_of,
     make_optimizer,
     replica_batches,
     run_ranks,
@@ -185,6 +185,7 @@ def test_drifts_equal_local_training_of_plain_workers() -> None:
             torch.testing.assert_close(found["weights"], simulation.mean(), rtol=0, atol=atol, msg=in_training(name))
             if not is_parallel:  # replicated parameters count once per tensor-parallel rank
                 torch.testing.assert_close(found["outputs"], outputs, rtol=0, atol=atol, msg=in_training(name))
+                assert len(found["densities"]) >= len(expected) - 1, name  # one may be pending at the end
                 assert found["densities"] == pytest.approx(expected[: len(found["densities"])]), name
             assert found["metrics"]["sparse/threshold"] == pytest.approx(LARGEST_DRIFT)
             assert found["metrics"]["sparse/largest_drift"] >= LARGEST_DRIFT
@@ -193,10 +194,6 @@ def test_drifts_equal_local_training_of_plain_workers() -> None:
 
 def in_training(name: str) -> Any:
     return lambda text: f"{name}: {text}"
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
 
 
 def output_of(model: nn.Module) -> Tensor:

@@ -96,12 +96,12 @@ LIST = [
     *(
         row(case, way, ALL, IN_BACKWARD, RESIDUALS, finishes=way == "SIGUSR1")
         for case in (
-            *(GATHER, DENSE, Case("auto"), Case("reduce_scatter"), HIERARCHICAL, Case("gather", 3), Case("dense", 3)),
+            *(GATHER, DENSE, Case("auto"), Case("reduce_scatter"), HIERARCHICAL, Case("gather", 3)),
             *(MEAN, BY_HAND, Case("gather", own_select=True), Case("gather", together=True), LOCAL),
         )
         for way in ("raise", "SIGUSR1")
     ),
-    *(row(case, "SIGUSR1", FIRST, IN_BACKWARD, WORKER_MISSING) for case in (GATHER, DENSE, MEAN, LOCAL)),
+    *(row(case, "SIGUSR1", FIRST, IN_BACKWARD, WORKER_MISSING) for case in (GATHER, MEAN, LOCAL)),
     row(GATHER, "SIGUSR1", LAST, IN_BACKWARD, NO_FILE),
     *(Row(case, Fault("SIGUSR1", IN_BOTH_PLACES), RESIDUALS, finishes=True) for case in (GATHER, LOCAL)),
     Row(

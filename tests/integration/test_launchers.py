@@ -1,13 +1,11 @@
 """Lightning's launchers: scripts that start their workers themselves, as scripts of users do."""
 
 import os
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.unwatched_workers import workers
+from tests.integration.unwatched_workers import run_script, workers
 from tests.workers import environment_of
 
 # The test gets the output of every worker, but not its objects.
@@ -47,27 +45,23 @@ if __name__ == "__main__":
 """
 
 
-def run_script(script: str, strategy: str, folder: Path) -> str:
+def output_of(script: str, strategy: str, folder: Path) -> str:
     """Return the output of a script, which runs in a process that has imported everything."""
     (folder / "train.py").write_text(script)
-    with workers(1, folder, start_script, str(folder), strategy) as running:
-        running.wait([0])
-        assert running.processes[0].exitcode == 0, running.output(0)
-        return running.output(0)
+    with workers(1, folder, start_script, folder, strategy) as running:
+        return running.end()[0]
 
 
-def start_script(folder: str, strategy: str) -> None:
+def start_script(folder: Path, strategy: str) -> None:
     for name in environment_of(0, 1, 0):
         del os.environ[name]
-    os.chdir(folder)
-    sys.argv = [f"{folder}/train.py", strategy]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_script(folder / "train.py", folder, strategy)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp_topk_fork", "ddp_hardthreshold_spawn", "ddp_hardthreshold"])
 def test_every_launched_worker_has_the_hook(strategy: str, tmp_path: Path) -> None:
-    printed = run_script(SCRIPT, strategy, tmp_path)
+    printed = output_of(SCRIPT, strategy, tmp_path)
     markers = [line for line in printed.splitlines() if line.startswith("<rank")]
     assert sorted(markers) == [f"<rank {rank} of 2: sparse_hook, 3 steps>" for rank in range(2)]
 
@@ -98,7 +92,7 @@ SAVES = (
     ("strategy", "lost"), [("ddp_hardthreshold_fork", "residuals"), ("local_hardthreshold_notebook", "drifts")]
 )
 def test_a_checkpoint_after_a_forked_fit_names_its_gaps(strategy: str, lost: str, tmp_path: Path) -> None:
-    printed = run_script(
+    printed = output_of(
         SAVES.replace("enable_checkpointing=False", "enable_checkpointing=True")
         .replace('strategy.model._get_ddp_logging_data()["comm_hook"]', "None")
         .replace("strategy.state.last_step.step + 1", "3"),
@@ -112,4 +106,4 @@ def test_a_checkpoint_after_a_forked_fit_names_its_gaps(strategy: str, lost: str
 def test_the_process_that_forked_workers_raises_their_exception(tmp_path: Path) -> None:
     script = SCRIPT.replace("return self.layer", "raise ValueError(f'boom {self.layer}')  #")
     with pytest.raises(AssertionError, match=r"(?s)^(?!.*is not attached).*boom"):
-        run_script(script, "local_hardthreshold_fork", tmp_path)
+        output_of(script, "local_hardthreshold_fork", tmp_path)

@@ -22,11 +22,13 @@ from lightning_sparse import (
     LocalHardThresholdStrategy,
     SparseModelAverager,
 )
+from tests.distributed.drift_simulation import NESTEROV
 from tests.integration.models import (
     Classifier,
     ManualClassifier,
     Normalized,
     TwoPlayers,
+    WithEmbedding,
     adam,
     assert_equal,
     clones,
@@ -48,6 +50,14 @@ class WithAdam(Classifier):
 def local_trainer(*callbacks: Callback, every_n_steps: int = 1, overlap: bool = False, **options: Any) -> Trainer:
     strategy = LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps, overlap=overlap)
     return quiet_trainer(strategy, callbacks=list(callbacks), use_distributed_sampler=False, **options)
+
+
+@on_workers(2, process_group=False)
+def test_layers_with_sparse_gradients_train() -> None:
+    model = WithEmbedding(sparse=True)
+    before = model.words.weight.detach().clone()
+    local_trainer(max_steps=4).fit(model, data())
+    assert not torch.equal(model.words.weight, before)
 
 
 def flat(module: nn.Module) -> Tensor:
@@ -425,7 +435,6 @@ def test_blocks_of_averaged_weights_may_be_nested() -> None:
 
 # Resumes with other options.
 
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 SLOW = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
 
 

@@ -3,16 +3,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from benchmarks.network_lab import NetworkLab, Workers, clean
-from tests.integration.unwatched_workers import is_running
+from tests.integration.unwatched_workers import is_running, wait_until
+from tests.markdown import PROJECT
 
 pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
-PROJECT = Path(__file__).parents[2]
 
 SHOW_ENVIRONMENT = "import json, os; print(json.dumps([dict(os.environ), sorted(os.sched_getaffinity(0))]))"
 
@@ -149,10 +147,8 @@ def test_nothing_is_left_after_a_signal(lab, number):
         assert process.returncode == 128 + number
     assert namespaces(process.pid) == []
     # After SIGKILL of the lab, its workers take a moment to die and to be reaped by their new parent.
-    deadline = time.monotonic() + (20 if number == signal.SIGKILL else 0)
-    while any(map(is_running, process_ids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    timeout = 20.0 if number == signal.SIGKILL else 0.0
+    wait_until(lambda: not any(map(is_running, process_ids)), "workers end", timeout)
 
 
 def test_the_command_runs_on_loopback_without_ip():

@@ -131,7 +131,9 @@ class OwnData(Classifier):
     num_processes = 0
 
     def train_dataloader(self) -> Any:
-        return DataLoader(data(60, 3).dataset, 3, collate_fn=_jittered, num_workers=self.num_processes)
+        # The default of Linux; a process of a fork server would start another fork server.
+        options = {"num_workers": self.num_processes, "multiprocessing_context": "fork" if self.num_processes else None}
+        return DataLoader(data(60, 3).dataset, 3, collate_fn=_jittered, **options)
 
 
 def _jittered(items: Any) -> Any:
@@ -267,7 +269,7 @@ class Stream(IterableDataset):
 
 
 def persistent() -> DataLoader:
-    return DataLoader(Stream(), 3, num_workers=1, persistent_workers=True)
+    return DataLoader(Stream(), 3, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
 
 
 def _fit(case: dict[str, Any], num_simulated: int, ckpt_path: str | None) -> dict[str, Any]:

@@ -60,11 +60,10 @@ def test_the_version_matches_the_changelog() -> None:
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_the_wheel_trains_in_a_separate_environment(kind: str, built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_wheel_trains_in_a_separate_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
     # The environment of the tests provides the dependencies (gigabytes).
     environment = Environment(tmp_path.resolve() / "environment", is_lent=True)
-    environment.install(str(built[kind == "sdist"]), PROJECT / "requirements" / "constraints.txt")
+    environment.install(str(built[0]), PROJECT / "requirements" / "constraints.txt")
     result = smoke.train(environment, tmp_path / "training")
     assert smoke.find_faults(result, environment, __version__) == []
     assert len(smoke.find_faults({**result, "hook": None, "spread": 1e-9}, environment, __version__)) == 2

@@ -4,11 +4,13 @@ import contextlib
 import multiprocessing
 import multiprocessing.process
 import os
+import runpy
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ class Workers:
         self.folder = folder
         self.processes: list[Any] = []
 
-    def wait(self, ranks: Iterator[int] | list[int]) -> float:
+    def wait(self, ranks: Iterable[int]) -> float:
         """Return the seconds until all of these processes ended on their own."""
         started = time.monotonic()
         for rank in ranks:
@@ -45,6 +47,14 @@ class Workers:
             assert time.monotonic() < deadline, f"no {what} within {HANG} s:\n{self.output(rank)}"
             time.sleep(0.02)
             was_alive = self.processes[rank].is_alive()
+
+    def end(self) -> list[str]:
+        """Wait for all workers, which must succeed; return their outputs."""
+        ranks = range(len(self.processes))
+        self.wait(ranks)
+        printed = list(map(self.output, ranks))
+        assert not any(process.exitcode for process in self.processes), "\n".join(printed)
+        return printed
 
     def output(self, rank: int) -> str:
         path = self.folder / f"output of {rank}"
@@ -94,6 +104,13 @@ def _work(rank: int, num_workers: int, port: int, folder: str, function: Callabl
     function(*args)
 
 
+def run_script(path: Path, folder: Path, *arguments: str) -> None:
+    """Run a script in a folder, in this process."""
+    os.chdir(folder)
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def environment(**variables: str) -> dict[str, str]:
     """Return variables for a script that imports this project, without those of an enclosing run."""
     kept = {name: value for name, value in os.environ.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
@@ -107,6 +124,13 @@ def printed_by(command: list[str], folder: Path = PROJECT, **variables: str) -> 
     done = subprocess.run(command, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = HANG) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout:g} s"
+        time.sleep(0.02)
 
 
 def is_running(process_id: int) -> bool:

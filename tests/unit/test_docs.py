@@ -9,10 +9,8 @@ import pytest
 
 import lightning_sparse
 import lightning_sparse.theory
-from tests.markdown import PAGES, PROJECT, anchors, blocks, indented, links
+from tests.markdown import PACKAGE, PAGES, PROJECT, SOURCES, anchors, blocks, indented, links
 
-PACKAGE = Path(lightning_sparse.__file__).parent
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 MARKDOWN = [
     *PAGES,
     *(PROJECT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")),

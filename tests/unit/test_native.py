@@ -21,6 +21,7 @@ from lightning_sparse.selection import extraction
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.selection.numbers import SLOTS
 from lightning_sparse.sparsifiers.protocol import LayerLayout
+from tests.integration.models import assert_equal
 from tests.unit.strategies import EDGE_THRESHOLDS, Transfer, edge_values, payloads_of, selections
 
 NAN, INF = float("nan"), float("inf")
@@ -57,11 +58,6 @@ VALUES = st.sampled_from(
 )
 
 
-def same(actual, expected):
-    for found, wanted in zip(actual, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-
-
 @settings(max_examples=150)
 @given(data=st.data())
 def test_native_functions_equal_tensor_operations(data):
@@ -91,11 +87,11 @@ def test_native_functions_equal_tensor_operations(data):
     with pytest.MonkeyPatch.context() as monkeypatch:
         sent, after, header, left = outcome(True, monkeypatch, layout, residual, gradient, options)
         expected = outcome(False, monkeypatch, layout, residual, gradient, options)
-    same((sent, left), (expected[0], expected[3]))
+    assert_equal((sent, left), (expected[0], expected[3]))
     overflown = options[1] is not None and header[0] > options[1]
-    same((after,), (expected[1],))
+    assert_equal((after,), (expected[1],))
     exact = [0, 2] if overflown else [0, 1, 2]  # an exchange that starts anew does not read slices
-    same((header[exact],), (expected[2][exact],))
+    assert_equal((header[exact],), (expected[2][exact],))
     torch.testing.assert_close(header[3:], expected[2][3:], rtol=1e-4, atol=1e-70, equal_nan=True)
 
 
@@ -111,7 +107,7 @@ def test_native_functions_keep_the_bits_of_edge_values(capacity, wire, threshold
     options = wire, capacity, None, [], {"p": threshold}, False, False, True, overshoot
     arguments = monkeypatch, LayerLayout(("p",), (p.numel(),)), p, nothing, options
     (sent, kept, header, _), expected = (outcome(has_native, *arguments) for has_native in (True, False))
-    same((sent, kept, header[:3]), (*expected[:2], expected[2][:3]))
+    assert_equal((sent, kept, header[:3]), (*expected[:2], expected[2][:3]))
     for found, wanted in zip((sent, kept), expected, strict=False):
         assert torch.equal(found.nan_to_num().signbit(), wanted.nan_to_num().signbit())  # distinguishes -0.0 from 0.0
     numbers = [int((p.abs() < threshold).logical_not().sum()), int(p.isfinite().logical_not().sum())]
@@ -140,7 +136,7 @@ def test_a_residual_of_zeros_is_not_touched_if_everything_is_sent(wire, threshol
         header = extraction.Extraction(sparsifier, num_slices=0, per_layer=True, keeps_rest=True).fill(bucket, transfer)
         found.append((transfer.sent(int(header[0])), residual.before, residual.after, header))
         assert (residual.after._version == 0) == (stays and is_zero)
-    same(*found)
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("wire", [*WIRES, Wire(torch.int8, 2.0**-4)])
@@ -154,7 +150,7 @@ def test_native_functions_add_payloads_to_the_same_bits(wire, capacity, by_sende
     adding.average(payload_format, rows, by_function, Buffers(), by_senders=by_senders)
     monkeypatch.setattr(adding, "is_native", lambda *_, **__: False)
     adding.average(payload_format, rows, by_operations, Buffers(), by_senders=by_senders)
-    same((by_function,), (by_operations,))
+    assert_equal((by_function,), (by_operations,))
     assert by_function.count_nonzero()
 
 
@@ -188,9 +184,9 @@ def test_native_functions_take_values_out_of_weights(sizes, data):
     moved.weights, moved.notes, moved.compensated = native.Parts(parts), torch.zeros(1), lambda _: drift.clone()
     sent, header = filled(moved)
     weights = torch.where(sparsifier.mark(drift, layout), anchor - kept, weights)
-    same((sent, torch.cat(parts)), (expected, weights))
+    assert_equal((sent, torch.cat(parts)), (expected, weights))
     exact = [0, 2] if capacity is not None and header[0] > capacity else [0, 1, 2]
-    same((header[exact],), (header_of_plain[exact],))
+    assert_equal((header[exact],), (header_of_plain[exact],))
     torch.testing.assert_close(header[3:], header_of_plain[3:], rtol=1e-4, atol=1e-70, equal_nan=True)
     torch.testing.assert_close(moved.notes[0], drift.abs().max(), rtol=0, atol=0, equal_nan=True)
 
@@ -205,7 +201,7 @@ def test_native_functions_move_weights_by_an_average(wire, by_senders):
     adding.average(payload_format, rows, average, Buffers(), by_senders=by_senders)
     versions = [part._version for part in parts]
     adding.subtract(payload_format, rows, anchor, native.Parts(parts), Buffers(), by_senders=by_senders)
-    same((anchor, torch.cat(parts)), (weights + 1 - average, weights - average))
+    assert_equal((anchor, torch.cat(parts)), (weights + 1 - average, weights - average))
     assert all(part._version > version for part, version in zip(parts, versions, strict=True))
     assert average.count_nonzero() > 5000
 
@@ -288,7 +284,7 @@ def test_tensor_operations_replace_a_missing_compiler(environment, is_there, war
 )
 def test_a_broken_library_is_neither_used_nor_kept(script, warning, again, tmp_path, monkeypatch):
     if script == "sleep 30":
-        monkeypatch.setattr(building, "TIMEOUT", 3.0)
+        monkeypatch.setattr(building, "TIMEOUT", 0.3)
     with pytest.warns(UserWarning, match=warning):
         assert not again(CC=compiler(tmp_path, script))
     assert native.SUBNORMAL * 2 > 0.0

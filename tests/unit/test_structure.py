@@ -7,28 +7,17 @@ import importlib.metadata
 import pkgutil
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 import lightning_sparse
+from tests.markdown import PACKAGE, SOURCES
 
-PACKAGE = Path(lightning_sparse.__file__).parent
-LAYERS = (
-    "_version",
-    "sparsifiers",
-    "kernels",
-    "exchange",
-    "selection",
-    "engine",
-    "gradients",
-    "drift",
-    "theory",
-    "checkpointing",
-    "strategies",
-    "callbacks",
-    "doctor",
+LEVELS = (
+    *({"_version", "sparsifiers"}, {"theory"}, {"kernels"}, {"exchange"}, {"selection"}, {"engine"}),
+    *({"gradients", "drift"}, {"checkpointing"}, {"strategies"}, {"callbacks", "doctor"}),
 )
+LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
 COLLECTIVES = {
     *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
@@ -36,7 +25,6 @@ COLLECTIVES = {
 }
 OF_TENSORS = {"full_tensor", "redistribute"}
 """Collectives that are methods of distributed tensors."""
-FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def layer_of(path):
@@ -54,39 +42,40 @@ def imported_modules(path):
 
 
 def test_every_module_has_a_layer():
-    assert {layer_of(path) for path in FILES} == {*LAYERS, "__init__"}
+    assert {layer_of(path) for path in SOURCES} == {*LEVEL_OF, "__init__"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_module_imports_only_from_lower_layers(path):
     layer = layer_of(path)
     if layer == "__init__":
         return
     for module in imported_modules(path):
+        assert module != "lightning_sparse", "import from the module that defines the name"
         if module.startswith("lightning_sparse."):
             other = module.split(".")[1]
-            assert LAYERS.index(other) < LAYERS.index(layer) or other == layer, f"{layer} imports {other}"
+            assert LEVEL_OF[other] < LEVEL_OF[layer] or other == layer, f"{layer} imports {other}"
         if layer == "sparsifiers":
             assert not module.startswith(("torch.distributed", "lightning.")), f"{path.name} imports {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_exchange_communicates(path):
     if layer_of(path) in ("exchange", "doctor"):  # the doctor measures the link before any training
         return
-    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
-    called = {
-        node.attr
-        for node in attributes
-        if isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed")
-    }
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    modules = ("dist", "distributed", "distributed_c10d")
+    called = {node.attr for node in attributes if ast.unparse(node.value).rpartition(".")[2] in modules}
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    called |= {alias.name for node in imports if node.module.startswith("torch.distributed") for alias in node.names}
     assert not called & COLLECTIVES
     assert not {node.attr for node in attributes} & OF_TENSORS
     assert not any(module.startswith("torch.distributed.checkpoint.state_dict_") for module in imported_modules(path))
     assert "torch.distributed.checkpoint" not in imported_modules(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_module_has_at_most_360_lines(path):
     assert len(path.read_text().splitlines()) <= 360
 
@@ -108,6 +97,6 @@ def test_the_package_requires_all_modules_it_imports():
     }
     # torch brings typing_extensions, and triton on Linux. The package works without triton and matplotlib.
     provided = required | {"lightning_sparse", "typing_extensions", "triton", "matplotlib"}
-    for path in FILES:
+    for path in SOURCES:
         for module in imported_modules(path):
             assert module.split(".")[0] in provided | sys.stdlib_module_names, f"{path.name} imports {module}"

@@ -257,7 +257,7 @@ ROWS = {
         f"plain two backwards, {exchange}{words}": Row(
             loops(two_backwards, **views), of_two_backwards, exchange=exchange
         )
-        for exchange in ("auto", "gather", "dense", "reduce_scatter")
+        for exchange in ("gather", "dense", "reduce_scatter")
         for words, views in (("", {}), (", bucket views", _views))
     },
     "plain two backwards, clipped between": Row(loops(two_backwards_clipped, **_views), of_two_backwards),
@@ -279,7 +279,7 @@ ROWS = {
         f"plain layer left out and its gradient kept, {exchange}{words}": Row(
             loops(leave_out_and_keep, Net, sgd, **options), every_batch, exchange=exchange, leaves_out=True
         )
-        for exchange in ("auto", "gather", "dense", "reduce_scatter")
+        for exchange in ("gather", "dense", "reduce_scatter")
         for words, options in (("", _unused), (", bucket views", _unused | _views))
     },
     "plain gradients kept by one worker": Row(

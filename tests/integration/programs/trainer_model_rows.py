@@ -287,7 +287,7 @@ ROWS = {
         f"not a number on one worker, {exchange}": Row(
             trains(FailingOnOne), partial(not_a_number, 2 * BATCHES), exchange=exchange
         )
-        for exchange in ("auto", "gather", "dense", "reduce_scatter")
+        for exchange in ("gather", "dense", "reduce_scatter")
     },
     "not a number, seen by early stopping": Row(trains(LossLogger, stops_early), partial(not_a_number, BATCHES)),
 }
