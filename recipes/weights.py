@@ -42,10 +42,17 @@ def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+def only_file(folder: Path, name: str) -> Path:
+    """Return the only file of this name below a folder, or exit with a message."""
+    found = list(folder.rglob(name))
+    if len(found) != 1:
+        sys.exit(f"{folder} holds {len(found)} files {name}. It must hold one run with one checkpoint.")
+    return found[0]
+
+
 def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
     """Return the metrics of each variant of the only checkpoint below a folder."""
-    [path] = folder.rglob("*.ckpt")
-    [config] = folder.rglob("config.yaml")
+    path, config = (only_file(folder, name) for name in ("*.ckpt", "config.yaml"))
     saved = torch.load(path, weights_only=True, map_location="cpu")
     found = {}
     with tempfile.TemporaryDirectory() as temporary:

@@ -179,6 +179,20 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
     return {name: local(part).flatten() for name, part in parts.items()}
 
 
+def _lost_norm(source: SavedTensors, names: Sequence[str]) -> str:
+    """Return the norm of the first worker's unsent values of these parameters, in words. Collective."""
+    held: list[dict[str, Any]] = []
+    is_apart = bool(source.shapes("0", "unsent"))  # or inside the worker's weights
+    for worker, kind in (("0", "unsent"),) if is_apart else ((SHARED, "anchor"), ("0", "weights")):
+        shapes = source.shapes(worker, kind)
+        held.append({name: torch.zeros(shapes[name]) for name in names if name in shapes})
+        source.read(worker, kind, held[-1])
+    if not is_apart:
+        anchor, weights = held
+        held = [{name: anchor[name] - weight.view_as(anchor[name]) for name, weight in weights.items()}]
+    return f" (norm {unsent_norm(held[0]):.3g})" if held[0] else ""
+
+
 def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
     """Return whether the model has changed; warn of saved parameters that it lacks, and of those not saved."""
     unsent = source.shapes("0", "unsent")
@@ -186,14 +200,12 @@ def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
     held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}
     lost = [name for name, size in sizes.items() if held.get(name) != size]
     new = [name for name in averager.parameter_sizes if sizes.get(name) != held[name]]
-    values = {name: torch.zeros(unsent[name]) for name in lost if name in unsent}
-    source.read("0", "unsent", values)
+    norm = _lost_norm(source, lost)
     if not sizes or not (lost or new):
         return False
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
-        norm = f" (norm {unsent_norm(values):.3g})" if unsent else ""
         said.append(f"Not in the model, or of another size, so their {what}{norm} are lost:")
         said.append(shorten(", ".join(lost), LONGEST_LIST) + ".")
     if new:

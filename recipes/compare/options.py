@@ -87,7 +87,7 @@ def _check(options: argparse.Namespace) -> None:
 def _select(variants: list[Variant], options: argparse.Namespace) -> list[Variant]:
     labels = {variant.label for variant in variants} | {variant.name for variant in variants}
     if unknown := set(options.only or ()) - labels:
-        known = ", ".join(variant.label for variant in variants)
+        known = ", ".join(repr(variant.label) for variant in variants)
         raise ValueError(f"Unknown variants {sorted(unknown)}. Use some of: {known}.")
     if options.only is not None:
         variants = [variant for variant in variants if {variant.label, variant.name} & set(options.only)]

@@ -2,6 +2,7 @@
 
 import os
 import re
+from itertools import product
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ STRATEGIES: dict[str, Any] = {
 READERS = [name for name in STRATEGIES if name != "plain ddp"]
 OF_DRIFTS = {name for name in READERS if name.startswith("local")}
 FAMILIES = {"gradients": {*READERS} - OF_DRIFTS, "drifts": OF_DRIFTS}
+OF_THREE = ("ddp", "simulated", "local, kept apart", "hsdp file", "local_hsdp folder, kept apart")
 NOTHING_UNSENT = {"local", "local_hsdp file"}
 """Strategies that keep unsent drifts in the weights of each worker; the file holds the mean weights."""
 
@@ -163,14 +165,7 @@ def _matching(messages: list[str], word: str) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("num_workers", "reader"),
-    [(2, reader) for reader in READERS]
-    + [
-        (3, reader)
-        for reader in ("ddp", "simulated", "local, kept apart", "hsdp file", "local_hsdp folder, kept apart")
-    ],
-)
+@pytest.mark.parametrize(("num_workers", "reader"), [*product([2], READERS), *product([3], OF_THREE)])
 def test_a_resume_keeps_unsent_values_or_warns_of_their_loss(reader: str, num_workers: int, folder: Path) -> None:
     results = run_workers(
         _resume, _processes(reader, num_workers), reader, num_workers, str(folder), process_group=False
