@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
-    if unfit := [number for number in given.workers if number < 1 or BATCH % number]:
-        parser.error(f"Invalid --workers {unfit}. Must divide {BATCH}, the images per step.")
+    if given.workers < 1 or BATCH % given.workers:
+        parser.error(f"Invalid --workers {given.workers}. Must divide {BATCH}, the images per step.")
     data = CIFARDataModule(str(given.root), num_train_images=12_800, num_val_images=4_000)
     data.prepare_data()
     data.setup("fit")
