@@ -181,32 +181,30 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
 
 def _lost_norm(source: SavedTensors, names: Sequence[str]) -> str:
     """Return the norm of the first worker's unsent values of these parameters, in words. Collective."""
-    held: list[dict[str, Any]] = []
+    held: dict[str, dict[str, Any]] = {}
     is_apart = bool(source.shapes("0", "unsent"))  # or inside the worker's weights
-    for worker, kind in (("0", "unsent"),) if is_apart else ((SHARED, "anchor"), ("0", "weights")):
+    for kind, worker in ({"unsent": "0"} if is_apart else {"anchor": SHARED, "weights": "0"}).items():
         shapes = source.shapes(worker, kind)
-        held.append({name: torch.zeros(shapes[name]) for name in names if name in shapes})
-        source.read(worker, kind, held[-1])
+        held[kind] = {name: torch.zeros(shapes[name]) for name in names if name in shapes}
+        source.read(worker, kind, held[kind])
     if not is_apart:
-        anchor, weights = held
-        held = [{name: anchor[name] - weight.view_as(anchor[name]) for name, weight in weights.items()}]
-    return f" (norm {unsent_norm(held[0]):.3g})" if held[0] else ""
+        held["unsent"] = {name: held["anchor"][name].view_as(own) - own for name, own in held["weights"].items()}
+    return f" (norm {unsent_norm(held['unsent']):.3g})" if held["unsent"] else ""
 
 
 def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
     """Return whether the model has changed; warn of saved parameters that it lacks, and of those not saved."""
-    unsent = source.shapes("0", "unsent")
-    sizes = {name: shape.numel() for name, shape in (unsent or source.shapes(SHARED, "anchor")).items()}
+    shapes = source.shapes("0", "unsent") or source.shapes(SHARED, "anchor")
+    sizes = {name: shape.numel() for name, shape in shapes.items()}
     held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}
     lost = [name for name, size in sizes.items() if held.get(name) != size]
     new = [name for name in averager.parameter_sizes if sizes.get(name) != held[name]]
-    norm = _lost_norm(source, lost)
     if not sizes or not (lost or new):
         return False
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
-        said.append(f"Not in the model, or of another size, so their {what}{norm} are lost:")
+        said.append(f"Not in the model, or of another size, so their {what}{_lost_norm(source, lost)} are lost:")
         said.append(shorten(", ".join(lost), LONGEST_LIST) + ".")
     if new:
         said.append(f"Not in the checkpoint, so their {what} start from zero:")

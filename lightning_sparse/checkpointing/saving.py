@@ -7,14 +7,12 @@ under their names only when they are complete.
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
 from math import hypot, sqrt
 from pathlib import Path
-from traceback import walk_stack
 from typing import Any, TypeVar
 
 import torch
@@ -33,32 +31,15 @@ from lightning_sparse.checkpointing.content import (
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
+from lightning_sparse.exchange.save_barrier import patience_of
 from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter, write_folder
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.shard_exchange import ShardExchange
 from lightning_sparse.gradients.sparse_state import SparseState
 
 _T = TypeVar("_T")
-PATIENCE = 300.0
-"""Seconds that a worker waits until all others save. Validation may delay a worker that long."""
-SHORT_PATIENCE = 15.0
-"""Seconds to wait while an exception or a signal is handled: others may never save, and the job is killed soon."""
 CHUNK_BYTES = 2**23
 """Size of the chunks in which rank 0 receives tensors; rank 0 needs four times as much memory."""
-
-
-def patience_of(timeout: timedelta | None, *, is_exchanging: bool = False) -> float:
-    """Return the seconds to wait for others, at most a process group's timeout."""
-    patience = SHORT_PATIENCE if is_exchanging or is_interrupted() else PATIENCE
-    return patience if timeout is None else min(patience, timeout.total_seconds())
-
-
-def is_interrupted() -> bool:
-    """Return whether an exception is being handled, or a signal by Lightning."""
-    if sys.exc_info()[0] is not None:
-        return True
-    callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe())]
-    return any(name.endswith("signal_connector") for name in callers)
 
 
 def run_together(
@@ -173,9 +154,8 @@ def collect(
     if not kinds:
         return content
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
-    norm = unsent_norm(kept.get("unsent", {}))
     extras = {**snapshot.extra, **(extra or {})} if worker_state == "full" else {}
-    of_workers = workers.gather_objects_to_first((norm, copied(extras)))
+    of_workers = workers.gather_objects_to_first((unsent_norm(kept.get("unsent", {})), copied(extras)))
     if workers.rank == 0:
         of_ranks = replica.gather_objects_to_first(of_workers)
         norms = [norm for of_workers in of_ranks for norm, _ in of_workers]

@@ -43,8 +43,8 @@ class ResidualMemory:
         self._parameters = dict(parameters or {})
         self._in_place = in_place
         self.was_loaded = False
-        self._buckets: dict[int, _Bucket] = {}
-        self._places: dict[str, tuple[_Bucket, int, int]] = {}
+        self._buckets: dict[int, _ResidualPair] = {}
+        self._places: dict[str, tuple[_ResidualPair, int, int]] = {}
         self._loaded: dict[str, Tensor] = {}
 
     def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
@@ -101,13 +101,13 @@ class ResidualMemory:
         for name in self._loaded.keys() & self._parameters.keys():
             self._loaded[name] = in_memory_order(self._loaded[name], self._parameters[name])
 
-    def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_Bucket":
+    def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_ResidualPair":
         formers = {self._places[name][0] for name in layout.names if name in self._places}
         self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket not in formers}
         for former in formers:
             former.shrink()
         committed = torch.zeros(layout.num_elements, dtype=kept_dtype(gradient), device=gradient.device)
-        bucket = _Bucket(layout, committed, committed if self._in_place else torch.zeros_like(committed))
+        bucket = _ResidualPair(layout, committed, committed if self._in_place else torch.zeros_like(committed))
         for name, start, end in layout.spans():
             if name in self._loaded:
                 loaded = self._loaded.pop(name)
@@ -124,11 +124,11 @@ class ResidualMemory:
             self._places[name] = (bucket, start, end)
         return bucket
 
-    def _current_buckets(self) -> set["_Bucket"]:
+    def _current_buckets(self) -> set["_ResidualPair"]:
         return {bucket for bucket, _, _ in self._places.values()}
 
 
-class _Bucket:
+class _ResidualPair:
     """The two residuals of one bucket.
 
     ``committed`` holds the committed residual, except for layers that are ``in_back_buffer``. ``back_buffer`` holds

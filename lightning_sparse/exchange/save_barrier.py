@@ -14,9 +14,12 @@ Keys contain the set-up, the worker and the number of its attempt, so that no wo
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from traceback import walk_stack
 from typing import Any
 from uuid import uuid4
 
@@ -28,6 +31,10 @@ from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.groups import new_workers
 from lightning_sparse.exchange.workers import Workers
 
+PATIENCE = 300.0
+"""Seconds that a worker waits until all others save. Validation may delay a worker that long."""
+SHORT_PATIENCE = 15.0
+"""Seconds to wait while an exception or a signal is handled: others may never save, and the job is killed soon."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between polls of the store. Unlike a blocking wait, polling lets Python handle signals."""
 
@@ -145,3 +152,17 @@ def _wait_until(is_true: Callable[[], bool], patience: float) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
     return True
+
+
+def patience_of(timeout: timedelta | None, *, is_exchanging: bool = False) -> float:
+    """Return the seconds to wait for others, at most a process group's timeout."""
+    patience = SHORT_PATIENCE if is_exchanging or is_interrupted() else PATIENCE
+    return patience if timeout is None else min(patience, timeout.total_seconds())
+
+
+def is_interrupted() -> bool:
+    """Return whether an exception is being handled, or a signal by Lightning."""
+    if sys.exc_info()[0] is not None:
+        return True
+    callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe())]
+    return any(name.endswith("signal_connector") for name in callers)

@@ -36,38 +36,6 @@ from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
-class ShardBucket(ParameterBucket):
-    """This rank's shards of some parameters."""
-
-    def copy_gradients(
-        self, gradients: Mapping[str, Tensor], residual: Residual, *, is_last: bool, notes: Tensor
-    ) -> FlatBucket:
-        """Return a bucket with copies of the gradients; leaves other parameters out."""
-        first = local(self.parameters[0])
-        flat = torch.empty(self.layout.num_elements, dtype=first.dtype.to_real(), device=first.device)
-        parts = dict(zip(self.layout.names, self.shaped_parts(flat), strict=True))
-        if gradients:
-            torch._foreach_copy_([parts[name] for name in gradients], [*gradients.values()])
-        if unused := [part for name, part in parts.items() if name not in gradients]:
-            torch._foreach_zero_(unused)
-        left_out = [(start, end) for name, start, end in self.layout.spans() if name not in gradients and end > start]
-        return FlatBucket(self.index, self.layout, flat, residual, is_last, left_out=left_out, notes=notes)
-
-    def write_gradients(self, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
-        """Write averages to gradients of parameters that any replica used; return these.
-
-        The average is flat, shape (layout.num_elements,), and ``used_by_any`` has an entry for each parameter.
-        """
-        used = list(compress(self.parameters, used_by_any))
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if used:
-            gradients = [as_real(local(parameter.grad)) for parameter in used if parameter.grad is not None]
-            torch._foreach_copy_(gradients, list(compress(self.shaped_parts(average), used_by_any)))
-        return used
-
-
 class ShardExchange(Averager):
     """Averages gradients of a sharded model over its replicas. Collective: all ranks.
 
@@ -137,7 +105,7 @@ class ShardExchange(Averager):
         self.place = sharding.place
         self._parameters = named
         self.observed_steps = StepsOnAverages(module, named.values())
-        self._buckets: list[ShardBucket] = []
+        self._buckets: list[ParameterBucket] = []
         self._taken: set[str] = set()
         self.residuals = ResidualMemory(in_place=True)
         self._take_in_new()
@@ -184,13 +152,15 @@ class ShardExchange(Averager):
                 }
                 is_last = bucket is self._buckets[-1]
                 notes = _on_device(tuple(name in gradients for name in bucket.layout.names), self.device)
-                exchanged.append(bucket.copy_gradients(gradients, self._residual(bucket), is_last=is_last, notes=notes))
+                exchanged.append(
+                    _bucket_of_copies(bucket, gradients, self._residual(bucket), is_last=is_last, notes=notes)
+                )
                 yield exchanged[-1]
 
         self._engine.add_all(filled())
         notes = self._engine.finish() if exchanged else []
         for bucket, flat, marks in zip(self._buckets, exchanged, notes, strict=True):
-            self.observed_steps.averaged(bucket.write_gradients(flat.average, marks.any(0).tolist()))
+            self.observed_steps.averaged(_write_gradients(bucket, flat.average, marks.any(0).tolist()))
         if exchanged:
             self._engine.account()
         self.is_exchanging = False
@@ -198,10 +168,10 @@ class ShardExchange(Averager):
     def _take_in_new(self) -> None:
         """Make buckets for parameters that newly require a gradient, equally on all ranks."""
         new = {name: p for name, p in self._parameters.items() if p.requires_grad and name not in self._taken}
-        self._buckets += bucketed(ShardBucket, new, len(self._buckets), lambda parameter: parameter.dtype)
+        self._buckets += bucketed(ParameterBucket, new, len(self._buckets), lambda parameter: parameter.dtype)
         self._taken |= new.keys()
 
-    def _residual(self, bucket: ShardBucket) -> Residual:
+    def _residual(self, bucket: ParameterBucket) -> Residual:
         return self.residuals.bucket(bucket.index, bucket.layout, local(bucket.parameters[0]))
 
     # Saved state.
@@ -221,3 +191,33 @@ class ShardExchange(Averager):
 @lru_cache(maxsize=64)
 def _on_device(marks: tuple[bool, ...], device: torch.device) -> Tensor:
     return copy_to_device(torch.tensor(marks, dtype=torch.float64), device)
+
+
+def _bucket_of_copies(
+    bucket: ParameterBucket, gradients: Mapping[str, Tensor], residual: Residual, *, is_last: bool, notes: Tensor
+) -> FlatBucket:
+    """Return a bucket with copies of the gradients of this rank's shards; leaves other parameters out."""
+    first = local(bucket.parameters[0])
+    flat = torch.empty(bucket.layout.num_elements, dtype=first.dtype.to_real(), device=first.device)
+    parts = dict(zip(bucket.layout.names, bucket.shaped_parts(flat), strict=True))
+    if gradients:
+        torch._foreach_copy_([parts[name] for name in gradients], [*gradients.values()])
+    if unused := [part for name, part in parts.items() if name not in gradients]:
+        torch._foreach_zero_(unused)
+    left_out = [(start, end) for name, start, end in bucket.layout.spans() if name not in gradients and end > start]
+    return FlatBucket(bucket.index, bucket.layout, flat, residual, is_last, left_out=left_out, notes=notes)
+
+
+def _write_gradients(bucket: ParameterBucket, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
+    """Write averages to gradients of parameters that any replica used; return these.
+
+    The average is flat, shape (layout.num_elements,), and ``used_by_any`` has an entry for each parameter.
+    """
+    used = list(compress(bucket.parameters, used_by_any))
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if used:
+        gradients = [as_real(local(parameter.grad)) for parameter in used if parameter.grad is not None]
+        torch._foreach_copy_(gradients, list(compress(bucket.shaped_parts(average), used_by_any)))
+    return used

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
-from lightning_sparse.checkpointing.saving import collect_together, is_interrupted, run_together
+from lightning_sparse.checkpointing.saving import collect_together, run_together
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.exchange.agreement import require_agreement
+from lightning_sparse.exchange.save_barrier import is_interrupted
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.options import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy

@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import collect, part_of, patience_of, put_in_place
+from lightning_sparse.checkpointing.saving import collect, part_of, put_in_place
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange.agreement import gather_objects, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
-from lightning_sparse.exchange.save_barrier import SaveBarrier
+from lightning_sparse.exchange.save_barrier import SaveBarrier, patience_of
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_count
 from lightning_sparse.strategies.options import model_parallel_arguments

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExcep
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseLocalStrategy
-from lightning_sparse.checkpointing import saving
+from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.routes import gather
 from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection
 from tests.integration.fault_points import Fault, Injector, Point, Watcher
@@ -160,7 +160,7 @@ def _be_a_worker(case: Case, folder: str, function: Callable[..., None], args: A
         "GROUP_RANK": str(rank * case.hosts // case.num_workers),
     }
     tempfile.tempdir = folder  # a kill leaves the temporary file of Lightning in this folder
-    saving.PATIENCE, saving.SHORT_PATIENCE = PATIENCE, SHORT_PATIENCE
+    save_barrier.PATIENCE, save_barrier.SHORT_PATIENCE = PATIENCE, SHORT_PATIENCE
     function(rank, case, Path(folder), *args)
 
 

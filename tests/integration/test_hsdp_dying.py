@@ -15,8 +15,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_sparse.checkpointing import saving
 from lightning_sparse.checkpointing.saving import part_of, put_in_place
+from lightning_sparse.exchange import save_barrier
 from tests.integration.hsdp_models import DRIFTS, GRADIENTS, STEPS, Sharded, data, run_ranks, whole_weights
 from tests.integration.models import HAS_SAVE_ON_EXCEPTION, assert_equal, quiet_trainer
 from tests.integration.test_dying_workers import GROUP_TIMEOUT, Failure
@@ -161,7 +161,7 @@ def test_a_complete_folder_replaces_the_previous_checkpoint(tmp_path: Path, befo
 
 
 def _train_and_raise(folder: str, kind: Any, is_folder: bool, is_alone: bool) -> None:
-    saving.SHORT_PATIENCE = 2.0
+    save_barrier.SHORT_PATIENCE = 2.0
     failure = Failure("forward", "raise", 1 if is_alone else int(os.environ["RANK"]), DIES_AT)
     train(folder, kind, failure, keeps_last=True, save_distributed_checkpoint=is_folder)
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.checkpointing.saving import is_interrupted, patience_of
 from lightning_sparse.engine.snapshot import DamagedStateError, require_seal, sealed
+from lightning_sparse.exchange.save_barrier import is_interrupted, patience_of
 from tests.integration.test_damaged_checkpoints import damaged
 
 LEAVES = (
