@@ -293,7 +293,7 @@ def test_stopping_a_comparison_stops_its_training(number, tmp_path):
         "main()\n"
     )
     compared = subprocess.Popen([sys.executable, "-c", script], cwd=PROJECT, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: (tmp_path / "pids").exists() or compared.poll() is not None, "the training starts")
+    wait_until((tmp_path / "pids").exists, "the training starts")
     compared.send_signal(number)
     _, printed = compared.communicate(timeout=60)
     assert "Stopped. Finished runs are kept" in printed

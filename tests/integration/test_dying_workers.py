@@ -298,8 +298,12 @@ def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> Non
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with reserved_port() as port:
         variables = [environment(**environment_of(rank, 2, port)) for rank in range(2)]
-        both = [subprocess.Popen(command, env=variables_of_one, **pipes) for variables_of_one in variables]
-        first, second = (process.communicate(timeout=HANG)[0] for process in both)
+        both = [subprocess.Popen(command, env=of_rank, **pipes) for of_rank in variables]
+        try:
+            first, second = (process.communicate(timeout=HANG)[0] for process in both)
+        finally:
+            for process in both:
+                process.kill()
     assert [process.returncode for process in both] == [1, 1], first + second
     assert "Connection closed by peer" in first
     assert "RuntimeError: this worker's own error" in second
@@ -364,10 +368,6 @@ def test_fewer_workers_resume_with_the_mean_of_the_residuals(tmp_path: Path) -> 
 # Ctrl-C.
 
 
-def saved_step(path: Path) -> int:
-    return read(path)["global_step"] if path.exists() else 0
-
-
 def assert_whole(path: Path, num_workers: int) -> int:
     """Check that a checkpoint holds the residuals of every worker and that a run resumes; return its step."""
     saved = read(path)
@@ -389,7 +389,7 @@ def assert_whole(path: Path, num_workers: int) -> int:
 def test_ctrl_c_at_torchrun_ends_it_and_all_workers(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), str(ENDLESS), "1", "-1", restarts=1) as process:
-        wait_until(lambda: process.poll() is not None or saved_step(path) >= 5, "five steps")
+        wait_until(lambda: path.exists() and read(path)["global_step"] >= 5, "five steps")
         process_ids = [int((tmp_path / f"process of {rank}").read_text()) for rank in range(2)]
         assert all(map(is_running, process_ids))
         os.killpg(process.pid, signal.SIGINT)
