@@ -135,7 +135,7 @@ PAPER = {
             "milestones": [150.0, 250.0],
             "momentum": 0.9,
             "weight_decay": 1e-4,
-            "normalisation": "batch",
+            **{"normalisation": "batch", "channels_last": False},
         },
     },
     NCF: {
