@@ -135,7 +135,8 @@ PAPER = {
             "milestones": [150.0, 250.0],
             "momentum": 0.9,
             "weight_decay": 1e-4,
-            **{"normalisation": "batch", "channels_last": False},
+            "normalisation": "batch",
+            "channels_last": False,
         },
     },
     NCF: {
@@ -284,11 +285,9 @@ def test_the_recipe_for_one_gpu_continues_from_its_last_checkpoint(tmp_path):
         options = (f"--trainer.logger.save_dir={tmp_path / folder}", f"--trainer.max_epochs={epochs}")
         return run_workers(fit_recipe, 1, *command, *options, *more, process_group=False)[0]
 
-    whole = fit("whole", 2)
-    assert fit("in parts", 1).steps == 1
+    whole, part = fit("whole", 2), fit("in parts", 1)
     resumed = fit("in parts", 2, "--model.learning_rate=0.1")  # no effect, because the checkpoint has the rate
-    assert resumed.steps == whole.steps == 2
-    assert resumed.exchanged.step == 1
+    assert (part.steps, resumed.steps, whole.steps, resumed.exchanged.step) == (1, 2, 2, 1)
     for name in ("val/loss", "val/accuracy", "sparse/density", "sparse/error_norm", "sparse/total_error"):
         assert resumed.metrics[name] == whole.metrics[name], name
 
