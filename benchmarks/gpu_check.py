@@ -7,7 +7,7 @@ Runs these sections with one worker per GPU (a single worker also executes every
     tests      the tests that need a GPU
     kernels    selecting and averaging 100, 6.5 and 0.26 million elements, against the time to copy these bytes
     steps      routes x sparsifiers x precisions: launches, host synchronisations, peak memory, equality of replicas
-    training   ResNet-18 on CIFAR-10, plain DDP and hard threshold, if LIGHTNING_SPARSE_DATA contains it
+    training   ResNet-18 on CIFAR-10, dense and hard threshold, if LIGHTNING_SPARSE_DATA contains it
     faults     with at least two workers: equality of replicas after a long run, and detection of a killed worker
 
 The report contains all figures, versions and verdicts. ``--device cpu`` runs smaller sections with two Gloo workers. It
@@ -38,6 +38,13 @@ MOST_SECONDS = 50e-6
 SECTION_SECONDS = 900.0
 """Time limit of a section."""
 MOST_LINES = 20
+SIMULATED = [
+    "--trainer.strategy=lightning_sparse.SimulatedWorkersStrategy",
+    "--trainer.strategy.num_workers=2",
+    "--trainer.strategy.sparsifier=lightning_sparse.HardThreshold",
+]
+DENSE_OF_SIMULATED = ["--trainer.strategy.sparsifier=lightning_sparse.Dense", "--trainer.strategy.exchange=dense"]
+"""Changes of a recipe for a single GPU."""
 TEST_PROCESSES = 8
 Section = tuple[str, str, bool | None]
 """Heading, text, and whether the section passed; None for a section without a verdict."""
@@ -118,7 +125,11 @@ def training(options: argparse.Namespace) -> Section:
     if data is None:
         return "Training", "Not run: LIGHTNING_SPARSE_DATA does not name a folder with CIFAR-10.", None
     rows, reasons, verdict = [], list[str](), True
-    for name, changes in {"DDP": ["--trainer.strategy=ddp"], "hard threshold": []}.items():
+    trainings = {"dense": ["--trainer.strategy=ddp"], "hard threshold": []}
+    if options.workers == 1:  # would exchange nothing
+        trainings = {"dense": [*SIMULATED, *DENSE_OF_SIMULATED], "hard threshold": SIMULATED}
+        reasons.append("Two simulated workers.")
+    for name, changes in trainings.items():
         command = [sys.executable, "-m", "recipes", "fit", "--config=recipes/resnet18_cifar10/laptop.yaml"]
         command += [f"--data.root={data}", f"--trainer.devices={options.workers}", *changes, *options.recipe_changes]
         started = time.perf_counter()
@@ -129,8 +140,6 @@ def training(options: argparse.Namespace) -> Section:
         rows.append([name, f"{seconds:.0f}", accuracy[-1] if accuracy else "-", done.returncode])
         reasons += _last_lines(done)
     table = report.table(["ResNet-18, CIFAR-10", "s", "accuracy", "exit"], rows)
-    if options.workers == 1:
-        reasons.append("A single worker exchanges nothing, so both rows are the same training.")
     return "Training", "\n".join([table, *reasons]), verdict
 
 
