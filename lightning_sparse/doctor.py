@@ -1,7 +1,7 @@
 """Describe this machine and, between workers, their link: ``python -m lightning_sparse.doctor``.
 
     python -m lightning_sparse.doctor                                           (this machine)
-    torchrun --nproc-per-node 2 -m lightning_sparse.doctor                      (workers on one)
+    torchrun --nproc-per-node 2 -m lightning_sparse.doctor                      (two workers on it)
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d -m lightning_sparse.doctor
 
 With several workers, it measures the link between them. It then estimates the time of an exchange for a model with
@@ -25,7 +25,8 @@ from lightning_sparse._version import __version__
 from lightning_sparse.exchange.estimate import BUCKET_BYTES, Estimate, estimate, gbit
 from lightning_sparse.kernels import is_available, native
 
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "OMP_NUM_THREADS")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+VARIABLES = (*INTERFACES, "NCCL_IB_DISABLE", "OMP_NUM_THREADS")
 LARGE_ROUNDS, SMALL_ROUNDS = 5, 20
 
 
@@ -85,7 +86,7 @@ def describe_machine() -> list[str]:
         f"  {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads each",
         f"  GPUs: {', '.join(gpus) or 'none'}",
         f"  host {socket.gethostname()}: {_address()}",
-        *(f"  {name}={os.environ[name]}" for name in INTERFACES if name in os.environ),
+        *(f"  {name}={os.environ[name]}" for name in VARIABLES if name in os.environ),
         f"  process groups: {', '.join(backends) or 'none'}",
         f"  {kernels}",
     ]
@@ -140,7 +141,7 @@ def _address() -> str:
         return f"the name cannot be resolved; {remedy}"
     if not address.startswith("127."):
         return address
-    given = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ]
+    given = [name for name in INTERFACES if name in os.environ]
     advice = f"{' and '.join(given)} selects another interface" if given else remedy
     return f"{address}, which other hosts cannot reach; {advice}"
 

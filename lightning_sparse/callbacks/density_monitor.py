@@ -168,7 +168,7 @@ class _LayerHistory:
         self._sizes: dict[str, int] = {}
 
     def add(self, stats: StepStats) -> None:
-        self._sizes = {name: layer.num_elements for name, layer in stats.layers.items()}
+        self._sizes |= {name: layer.num_elements for name, layer in stats.layers.items()}
         self._pending.append({name: layer.density for name, layer in stats.layers.items()})
         if len(self._pending) < self.steps_per_column:
             return

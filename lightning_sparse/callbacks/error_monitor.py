@@ -6,6 +6,7 @@ from math import sqrt
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_sparse.callbacks.metrics import TotalError
@@ -46,6 +47,12 @@ class ErrorMonitor(StepMonitor):
         self.total_error = TotalError()
         super().__init__(per_layer, "sparse/total_error", self.total_error)
         self._every = histograms_every_n_steps
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if self._every is not None and trainer.is_global_zero and not tensorboard_loggers(trainer):
+            rank_zero_info("ErrorMonitor: histograms_every_n_steps has no effect without a TensorBoardLogger. Add one.")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -28,7 +28,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._seconds = {name: deque[float](maxlen=MOST_STEPS) for name in LABELS}
         self._last: float | None = None
-        self._is_first = True
+        self._has_interval = False
 
     def follow(self, averager: Averager) -> None:
         """Add each of an averager's exchanges from now on, without keeping the averager alive."""
@@ -38,12 +38,12 @@ class StepTimes:
     def add(self, step: StepStats, wait_seconds: float) -> None:
         """Add an exchange that has just ended, and this worker's wait for it."""
         now = perf_counter()
-        if self._last is not None and not self._is_first:
+        if self._last is not None and self._has_interval:
             is_dense = step.is_calibration or step.dense_elements >= step.num_elements
             self._seconds[DENSE if is_dense else SPARSE].append(now - self._last)
             if not is_dense:
                 self._seconds[WAIT].append(wait_seconds)
-        self._is_first = self._is_first and self._last is None
+        self._has_interval |= self._last is not None  # the first one includes set-up
         self._last = now
 
     def pause(self) -> None:

@@ -45,6 +45,11 @@ class AnchorBucket(ParameterBucket):
         """Unsent values, for exchanges that do not keep them in the weights."""
         return self.zeros()
 
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """The bytes of the parameters' gradients."""
+        return sum(theta.nbytes for theta in self._thetas())
+
     def weights(self) -> Parts | None:
         """Return the parameters for compiled functions; None if these do not support them."""
         thetas = self._thetas()

@@ -107,7 +107,7 @@ class DriftExchange:
         self.is_changing = True
         exchanged, self.pending = self.pending, []
         notes = self._engine.finish()
-        largest = max(float(note[:, 0].max()) for note in notes)
+        largest = float(torch.cat([note[:, 0] for note in notes]).max())  # NaN if one is
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
         self._engine.workers.average([*self.untrained.differing(self._compared, notes[-1][:, 2:]).values()])
         fewest, most = notes[-1][:, 1].aminmax()
@@ -126,7 +126,8 @@ class DriftExchange:
             if drift.start is not None:
                 target = bucket.read(memory).sub_(drift.start).add_(target)
             bucket.write(target)
-        self._engine.account(dense_exchanges=self.options.every_n_steps)
+        gradient_bytes = sum(bucket.gradient_bytes for bucket in self.buckets)
+        self._engine.account(dense_bytes=self.options.every_n_steps * gradient_bytes)
         self.is_changing = False
 
     def _move_anchor(self, exchanged: list[DriftBucket]) -> None:

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange.agreement import gather_objects
-from lightning_sparse.exchange.buffers import copy_to_device
+from lightning_sparse.exchange.buffers import copy_to_device, numbers_on_device
 from lightning_sparse.exchange.workers import Workers
 
 WORD_BYTES = 8
@@ -47,9 +47,9 @@ class UntrainedTensors:
     def take_in_new(self, *, is_set_up: bool = False) -> None:
         """Register new buffers, and frozen parameters if there are new buffers."""
         known, buffers = self._prints_at_set_up, dict(self._module.named_buffers())
-        if not (is_set_up or buffers.keys() - known.keys()):  # a walk over all parameters takes long
-            return
         ignored = ignored_names(self._module)
+        if not (is_set_up or buffers.keys() - known.keys() - ignored):  # a walk over all parameters takes long
+            return
         frozen = {name: weight for name, weight in self._module.named_parameters() if not weight.requires_grad}
         for name, tensor in {**frozen, **buffers}.items():
             if name not in ignored and name not in known:
@@ -103,9 +103,10 @@ class UntrainedTensors:
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """Return hash and size of each tensor: float64, shape (2 · len(tensors),).
 
-    The result is on the first tensor's device. The hash is the sum, modulo 2⁶⁴, of SplitMix64 (Steele et al., 2014) of
-    each word of 8 bytes and its position, in the order of indices. So it also detects permutations and changed signs.
-    The result has 53 bits of the sum. Repeated sizes need no wait for a GPU.
+    The result is on the first tensor's device. The hash is the sum, modulo 2⁶⁴, of a mix of each word
+    of 8 bytes and its position, in the order of indices, like SplitMix64 (Steele et al., 2014) with signed shifts. So
+    it also detects permutations and changed signs. The result has 53 bits of the sum. Repeated sizes need no wait for a
+    GPU.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
@@ -114,7 +115,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     small = [index for index, flat in enumerate(octets) if flat.numel() <= SMALL_BYTES and flat.device == device]
     together = dict(zip(small, _hash_together([octets[index] for index in small]), strict=True))
     hashes = [together[index] if index in together else _hash(flat).to(device) for index, flat in enumerate(octets)]
-    sizes = _sizes(tuple(tensor.numel() for tensor in tensors), device)
+    sizes = numbers_on_device(tuple(tensor.numel() for tensor in tensors), device)
     return torch.stack([(torch.stack(hashes) >> 11).double(), sizes], 1).flatten()
 
 
@@ -142,7 +143,7 @@ def _hash(octets: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, places: Tensor) -> Tensor:
-    """Return SplitMix64 of words and their positions, in the memory of ``places``."""
+    """Return the mix of words and their positions, in the memory of ``places``."""
     mixed = places.mul_(_SPREAD).add_(words)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         mixed = mixed.bitwise_xor_(mixed >> shift).mul_(factor)
@@ -155,8 +156,3 @@ def _places(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     places = torch.cat([torch.arange(1, count + 1) for count in counts])
     return copy_to_device(places, device), copy_to_device(owners, device)
-
-
-@lru_cache(maxsize=64)
-def _sizes(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    return copy_to_device(torch.tensor(sizes, dtype=torch.float64), device)

@@ -171,12 +171,13 @@ class Engine:
         self._headers = [header[:, :length] for header, length in zip(headers, lengths, strict=True)]
         return [header[:, length:] for header, length in zip(headers, lengths, strict=True)]
 
-    def account(self, *, more_bytes: int = 0, dense_exchanges: int = 1, counts: bool = True) -> None:
+    def account(self, *, more_bytes: int = 0, dense_bytes: int | None = None, counts: bool = True) -> None:
         """End the step, and pass its statistics to calibration and subscribers.
 
         Args:
             more_bytes: bytes that this worker passed to the caller's own collectives in this step.
-            dense_exchanges: the number of dense exchanges of gradients that this step replaces.
+            dense_bytes: bytes that a worker would have sent with DDP since the last exchange; None for those of the
+                exchanged buckets.
             counts: whether training uses the step for certain; if not, the density controller ignores it until
                 ``calibrator.confirm``.
         """
@@ -185,7 +186,7 @@ class Engine:
         stats = StepStats(
             step=0 if before is None else before.step + 1,
             payload_bytes=self._sent_bytes + more_bytes,
-            dense_bytes=dense_exchanges * sum(bucket.gradient.nbytes for bucket in buckets),
+            dense_bytes=sum(bucket.gradient.nbytes for bucket in buckets) if dense_bytes is None else dense_bytes,
             dense_elements=self._dense_elements,
             threshold=self.sparsifier.current_threshold,
             is_calibration=self.calibrator.is_running,

@@ -34,10 +34,11 @@ class ExchangeOptions:
             that computed them, so bytes do not grow with the number of workers; for gradients and a hard threshold.
             ``"dense"``: all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes.
             ``"auto"``: gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
-        link_gbit_s: rate in Gbit/s, above 0, at which a worker receives from other nodes, for ``exchange="auto"``. Give
-            the rate of a node's network card; with sharded replicas, divide it by the ranks of a node, which receive at
-            the same time. None assumes 10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100 Gbit/s between
-            nodes. Over Gloo, it also limits the payloads that are sent together: 1 ms of the link, or 64 kB if None.
+        link_gbit_s: rate in Gbit/s at which a worker receives from other nodes, for ``exchange="auto"``, within 1e-6
+            and 1e6. Give the rate of a node's network card; with sharded replicas, divide it by the ranks of a node,
+            which receive at the same time. None assumes 10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100
+            Gbit/s between nodes. Over Gloo, it also limits the payloads that are sent together: 1 ms of the link, or 64
+            kB if None.
 
     Raises:
         ValueError: an option has a value that is not allowed.

@@ -22,7 +22,7 @@ from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 LAYER_ELEMENTS = 256
-"""Small, but more bytes than a payload of the smallest capacity."""
+"""Small, but densely sent it takes more bytes than the smallest payload, so sparse routes stay sparse."""
 
 
 def warm_up_steps(

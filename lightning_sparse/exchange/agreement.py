@@ -52,8 +52,8 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
 def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, list[Any]]:
     """Return the values of all ranks, by name, of settings that differ between workers. Collective."""
     gathered = gather_objects(settings, group)
-    names = sorted({name for settings in gathered for name in settings})
-    values_by_name = {name: [settings.get(name) for settings in gathered] for name in names}
+    names = sorted({name for of_rank in gathered for name in of_rank})
+    values_by_name = {name: [of_rank.get(name) for of_rank in gathered] for name in names}
     # As text, in which a NaN equals itself.
     return {name: values for name, values in values_by_name.items() if len({*map(repr, values)}) > 1}
 

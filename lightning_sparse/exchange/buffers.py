@@ -1,12 +1,13 @@
 """Memory that the exchange reuses in every step, and copies between host and device."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 PATIENCE = 100
-"""Number of consecutive steps that use less than a quarter of the memory before it is freed."""
+"""After every so many steps, memory is freed if these steps used less than a quarter of it."""
 
 
 class Buffers:
@@ -63,6 +64,12 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)  # a copy from unpinned memory would wait
     return tensor.to(device)
+
+
+@lru_cache(maxsize=128)
+def numbers_on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return numbers as float64 on a device, cached, because a new copy needs pinned memory. Not to be modified."""
+    return copy_to_device(torch.tensor(numbers, dtype=torch.float64), device)
 
 
 def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:

@@ -135,17 +135,17 @@ def estimate(
     num_buckets = ceil(4 * num_elements / BUCKET_BYTES)
     bucket = replace(whole, num_elements=num_elements // num_buckets)
 
-    def taken(density: float) -> dict[Route, float]:
-        selected = density * bucket.num_elements
+    def taken(share: float) -> dict[Route, float]:
+        selected = share * bucket.num_elements
         return bucket.seconds(selected, selected / num_workers, rates)
 
-    def sparse_seconds(density: float) -> float:
-        return sparse_element * num_elements + num_buckets * min(taken(density).values())
+    def sparse_seconds(share: float) -> float:
+        return sparse_element * num_elements + num_buckets * min(taken(share).values())
 
     times = taken(density)
     route = min(times, key=lambda route: times[route])
     dense_seconds = dense_element * num_elements + num_buckets * times["dense"]
-    gaining = list(takewhile(lambda density: sparse_seconds(density) < dense_seconds, DENSITIES))
+    gaining = list(takewhile(lambda share: sparse_seconds(share) < dense_seconds, DENSITIES))
     return Estimate(
         num_elements=num_elements,
         num_workers=num_workers,

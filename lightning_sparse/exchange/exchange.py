@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, copy_to_host
-from lightning_sparse.exchange.groups import Nodes, find_nodes, is_one_node
+from lightning_sparse.exchange.groups import Nodes, end_group, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
 from lightning_sparse.exchange.routes.dense import DenseStepsTransfer, DenseTransfer, wire_of_sums
@@ -32,7 +32,7 @@ from lightning_sparse.exchange.workers import Pending, Workers, use_batch_schedu
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense", "hierarchical"]
 FIRST_CAPACITY = 1024
-"""The capacity in the first step of a route that the user chose, before any count."""
+"""The assumed count, from which the first capacity of a route that the user chose follows."""
 UNEVEN_SLICES = 2
 """The assumed ratio of the fullest slice to the mean slice before the first count."""
 
@@ -85,7 +85,7 @@ class Exchange:
     def close(self) -> None:
         """End the sub-groups of nodes, if any."""
         for workers in self._nodes or ():
-            dist.destroy_process_group(workers.group)
+            end_group(workers.group)
         self._nodes = None
 
     def state_dict(self) -> dict[str, list[list[float]]]:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,12 @@ def new_workers(parent: dist.ProcessGroup | None, global_ranks: list[int], name:
     return Workers(group, dist.get_rank(group), len(global_ranks))
 
 
+def end_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group, unless the end of its world has done so."""
+    if group in _world.pg_map:
+        dist.destroy_process_group(group)
+
+
 class OwnGroup:
     """The given process group for its first user, and new groups for further users.
 
@@ -100,7 +106,6 @@ class OwnGroup:
         assert given is not None
         self.group = group
         self._given, self._is_released = given, False
-        self._world = ref(dist.group.WORLD)
         self._is_new = _users.get(given, 0) > 0 and dist.get_world_size(group) > 1
         _users[given] = _users.get(given, 0) + 1
         if self._is_new:
@@ -116,8 +121,8 @@ class OwnGroup:
     def close(self) -> None:
         """Release the group, and destroy it if this object created it. Idempotent."""
         self.release()
-        if self._is_new and self._world() is not None and self._world() is dist.group.WORLD:
-            dist.destroy_process_group(self.group)
+        if self._is_new:
+            end_group(self.group)
         self._is_new = False
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_sparse.exchange.agreement import gather_objects
-from lightning_sparse.exchange.groups import new_workers
+from lightning_sparse.exchange.groups import end_group, new_workers
 from lightning_sparse.exchange.workers import Workers
 
 PATIENCE = 300.0
@@ -78,7 +78,7 @@ class SaveBarrier:
     def close(self) -> None:
         """End the group of ``saving_workers``, if there is one."""
         if self._saving is not None:
-            dist.destroy_process_group(self._saving.group)
+            end_group(self._saving.group)
             self._saving = None
 
     def saving_failed(self) -> None:

@@ -100,7 +100,7 @@ class Wire:
         return encoded.view(self.dtype).to(dtype).mul_(self.scale)
 
 
-def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifier | None = None) -> Wire:
+def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifier | None) -> Wire:
     """Return the form of values; ``"float32"`` is the residual's dtype, so float64 in a float64 model.
 
     Args:
@@ -120,7 +120,7 @@ def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifie
 @lru_cache
 def _warn_of_missing_step(name: ValueDtype) -> None:
     rank_zero_warn(
-        f"lightning_sparse: with the current thresholds, the range of value_dtype={name!r} is too small. Values are "
-        "sent as float32. Choose layer_thresholds closer to the calibrated threshold, leave out granularity='layer', "
-        "or use 'bfloat16'."
+        f"lightning_sparse: with the current thresholds, the range of value_dtype={name!r} is too small (λ = 0 has "
+        "none). Values are sent as float32. Choose layer_thresholds closer to the calibrated threshold, leave out "
+        "granularity='layer', or use 'bfloat16'."
     )

@@ -110,8 +110,10 @@ class PendingGradients(StepObserver):
 
         False while changes are committed, and within an optimizer's step after it has changed a weight.
         """
-        if self._is_changing or not (self.is_stepping and self.pending):
-            return not self._is_changing
+        if self._is_changing:
+            return False
+        if not (self.is_stepping and self.pending):
+            return True
         marks = [(self._parameters[name], self._marks.get(name)) for name in self.pending]
         return bool(self._marks) and all(mark is None or mark.weight_version == p._version for p, mark in marks)
 

@@ -13,7 +13,6 @@ that you drop before this call do not change the residual.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
 from itertools import compress
 
 import torch
@@ -28,7 +27,7 @@ from lightning_sparse.engine.options import ExchangeOptions, checked
 from lightning_sparse.engine.sharding import Sharding
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
-from lightning_sparse.exchange.buffers import copy_to_device
+from lightning_sparse.exchange.buffers import numbers_on_device
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
@@ -151,18 +150,17 @@ class ShardExchange(Averager):
                     if parameter.grad is not None and id(parameter) in chosen
                 }
                 is_last = bucket is self._buckets[-1]
-                notes = _on_device(tuple(name in gradients for name in bucket.layout.names), self.device)
+                notes = numbers_on_device(tuple(name in gradients for name in bucket.layout.names), self.device)
                 exchanged.append(
                     _bucket_of_copies(bucket, gradients, self._residual(bucket), is_last=is_last, notes=notes)
                 )
                 yield exchanged[-1]
 
         self._engine.add_all(filled())
-        notes = self._engine.finish() if exchanged else []
+        notes = self._engine.finish()
         for bucket, flat, marks in zip(self._buckets, exchanged, notes, strict=True):
             self.observed_steps.averaged(_write_gradients(bucket, flat.average, marks.any(0).tolist()))
-        if exchanged:
-            self._engine.account()
+        self._engine.account()
         self.is_exchanging = False
 
     def _take_in_new(self) -> None:
@@ -186,11 +184,6 @@ class ShardExchange(Averager):
         for bucket in self._buckets:
             self._residual(bucket)  # new ones are zero
         return super().snapshot(workers)
-
-
-@lru_cache(maxsize=64)
-def _on_device(marks: tuple[bool, ...], device: torch.device) -> Tensor:
-    return copy_to_device(torch.tensor(marks, dtype=torch.float64), device)
 
 
 def _bucket_of_copies(

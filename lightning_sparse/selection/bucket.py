@@ -123,7 +123,7 @@ def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tens
 
     Args:
         compensated: p at the selected coordinates, float32 or float64, shape (k,).
-        values: p or the sparsifier's rounding of p, before it is rounded for the wire.
+        values: p, or what the sparsifier sends for it, before it is rounded for the wire.
         wire: how values are rounded.
     """
     sent = wire.rounded(values)
@@ -148,7 +148,8 @@ def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:
     """Scale the gradients of a whole step in place so that their common norm is at most max_norm.
 
     Equals torch's ``clip_grad_norm_``, except for a gradient with a NaN or infinite norm. Such a gradient becomes 0
-    except for its NaN, while torch turns all of it into NaN, which would be sent together with the residual.
+    except for its NaN and infinite values, which become NaN, while torch turns all of it into NaN, which would be sent
+    together with the residual.
 
     Args:
         buckets: of one step, with the same loss scale.

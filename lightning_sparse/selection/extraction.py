@@ -49,10 +49,11 @@ class Extraction:
         self._per_layer = per_layer
         self._keeps_rest = keeps_rest
         self._selects_by_mask = type(sparsifier).select is MarkingSparsifier.select
-        # A subclass of HardThreshold may select differently, so only the class itself takes the fast path.
-        methods = ("select", "mark", "values")
-        own, known = ([getattr(kind, method, None) for method in methods] for kind in (type(sparsifier), HardThreshold))
-        self._selects_by_threshold = own == known
+        # A subclass of HardThreshold may select differently: the fast path needs these methods unchanged.
+        self._selects_by_threshold = all(
+            getattr(sparsifier.__class__, method, None) is getattr(HardThreshold, method)
+            for method in ("select", "mark", "values")
+        )
 
     def fill(self, bucket: FlatBucket, transfer: Transfer, *, measures_gradient: bool = False) -> Tensor:
         """Compute p, write sent values into the transfer, leave e' in the residual and return the header.
@@ -77,6 +78,8 @@ class Extraction:
         uses_c = can_fuse and not uses_triton and is_native(bucket.residual.after, wire_dtype=wire.dtype)
         if bucket.weights is not None and not uses_c:
             bucket.form()
+        if (uses_triton or uses_c) and transfer.payload is not None:
+            transfer.overflow = partial(self._take_overflow, bucket, transfer.format, transfer.payload)
         squared_gradient_norm: float | Tensor = 0.0
         if measures_gradient:
             gradient = bucket.gradient if bucket.weights is None else bucket.compensated(bucket.gradient.dtype)
@@ -108,7 +111,6 @@ class Extraction:
         header = torch.empty(header_fields(bucket.layout, self._per_layer), dtype=torch.float64, device=after.device)
         if transfer.payload is not None:
             transfer.is_cleared = transfer.out is bucket.gradient
-            transfer.overflow = partial(self._take_overflow, bucket, transfer.format, transfer.payload)
         take_out_fused(bucket, transfer, runs, header, *self._counted(bucket, transfer))
         if self._per_layer:
             # The kernels write the selected coordinates of each layer, which precede the errors.
@@ -161,9 +163,8 @@ class Extraction:
         if weights is not None:
             assert bucket.notes is not None
             bucket.notes[0] = step.largest
-            transfer.take_payloads = bucket.move
-        if transfer.payload is not None:
-            transfer.overflow = partial(self._take_overflow, bucket, transfer.format, transfer.payload)
+            if not self._sparsifier.needs_averages:
+                transfer.take_payloads = bucket.move
         if not self._keeps_rest:
             if transfer.payload is not None and step.selected > step.capacity:
                 overflow = transfer.overflow()  # takes it out of the residual

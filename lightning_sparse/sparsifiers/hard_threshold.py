@@ -231,9 +231,9 @@ class HardThreshold(MarkingSparsifier):
         key = (layout, dtype, by_layer)
         if key not in self._runs:
             runs: list[ThresholdRun] = []
-            has_one = layout.names and not (by_layer or self._calibrated_layers or self.layer_thresholds)
-            # λ may change in every step, and a model may have many layers.
-            for name, start, end in [(layout.names[0], 0, layout.num_elements)] if has_one else layout.spans():
+            is_uniform = layout.names and not (by_layer or self._calibrated_layers or self.layer_thresholds)
+            # A uniform λ needs no walk over many layers, which would take long if λ changes in every step.
+            for name, start, end in [(layout.names[0], 0, layout.num_elements)] if is_uniform else layout.spans():
                 threshold = _round_up(self.threshold_of(name) + 0.0, dtype)  # the bits of -0.0 are large
                 if runs and runs[-1].threshold == threshold and not by_layer:
                     runs[-1] = runs[-1]._replace(end=end)

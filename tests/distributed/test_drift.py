@@ -3,6 +3,7 @@
 import gc
 import weakref
 from functools import partial
+from math import nan
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK
 from tests.distributed.drift_simulation import anchor_of, flat
+from tests.distributed.test_state_dict import Watching
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
 from tests.workers import of_all_workers, on_workers
 
@@ -110,23 +112,38 @@ def test_an_averager_handles_parameters_of_every_kind():
         far = torch.view_as_real(weight - shared) if weight.is_complex() else weight.double() - shared.double()
         rounding = 0.05 if weight.dtype == torch.bfloat16 else 1e-6
         assert (far.abs() < 0.5 + rounding).all(), name
+    assert averager.last_step.dense_bytes == 2 * sum(weight.nbytes for weight in weights.values())
     assert model.norm.running_mean.tolist() == [3.5] * 3
     assert (model.late != started["late"]).all()
 
 
 @on_workers(3)
 def test_all_workers_see_non_finite_drifts_in_the_same_exchange():
-    model = build_model()
+    model = build_model().append(nn.Linear(1, 1).double())  # in a second bucket
     averager = SparseModelAverager(model, HardThreshold(threshold=1e30))
     with torch.no_grad():
         if dist.get_rank() == 1:
-            model[4].bias[2] = float("nan")
+            model[-1].bias.fill_(float("nan"))
+            model[4].bias[2] = 0.5
             model[0].weight[0, 0] = float("inf")
     averager.step()
-    assert model[4].bias.isnan().nonzero().tolist() == [[2]]
+    assert [model[-1].bias.item(), averager.exchange.largest_drift] == pytest.approx([nan, nan], nan_ok=True)
     assert not model[0].weight[0, 0].isfinite()
     assert sum(int((~parameter.isfinite()).sum()) for parameter in model.parameters()) == 2
     assert averager.last_step.non_finite == 2
+
+
+@on_workers(2)
+def test_a_sparsifier_observes_averages_of_drifts():
+    model = nn.Linear(4, 3)
+    averager = SparseModelAverager(model, Watching(threshold=0.05), DriftOptions(exchange="gather"))
+    for step in range(1, 4):
+        before = {name: anchor.clone() for name, anchor in averager.anchor().items()}
+        for parameter in model.parameters():
+            parameter.data.sub_(0.1 * step * (1 + dist.get_rank()))
+        averager.step()
+        moved = {name: (before[name] - anchor).flatten() for name, anchor in averager.anchor().items()}
+        torch.testing.assert_close(averager.sparsifier._seen, moved)
 
 
 def averaged_by(outer):

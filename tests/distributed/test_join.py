@@ -50,12 +50,7 @@ def _epochs(kind, num_epochs, *, drops=False):
             {"λ": state.sparsifier.current_threshold, **state.snapshot().numbers, **state.snapshot().history}
         )
     (residual,) = state.state_dict()["own"]["unsent"].values()
-    return {
-        "total": total,
-        "pending": residual.view(-1),
-        "weight": module.module.weight.detach(),
-        "numbers": numbers,
-    }
+    return {"total": total, "pending": residual.view(-1), "weight": module.module.weight.detach(), "numbers": numbers}
 
 
 KINDS = {

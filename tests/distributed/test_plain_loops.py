@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import (
     DriftOptions,
+    GradientOptions,
     HardThreshold,
     ShardExchange,
     ShardModelAverager,
@@ -169,7 +170,7 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
     holders = [
         ShardExchange(nets[0], mesh["replicate"], HardThreshold(threshold=0.1)),
         ShardModelAverager(nets[1], mesh["replicate"], HardThreshold(threshold=0.1)),
-        register_comm_hook(wrapped, HardThreshold(threshold=0.1)),
+        register_comm_hook(wrapped, HardThreshold(threshold=0.1), GradientOptions(exchange="hierarchical")),
         SparseModelAverager(nets[3], HardThreshold(threshold=0.1)),
     ]
     travelling = SparseModelAverager(nets[4], HardThreshold(threshold=0.0), DriftOptions(overlap=True))
@@ -183,6 +184,7 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
         travelling.state_dict()
     for holder in holders:
         assert {"rank", "world_size", "seal", "shared"} <= holder.state_dict().keys()
+        holder.close()
 
 
 @pytest.mark.parametrize("joins", [False, True])

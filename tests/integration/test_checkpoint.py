@@ -107,12 +107,7 @@ class Transposed(WithSchedule):
         self.middle.weight = torch.nn.Parameter(self.middle.weight.detach().t().contiguous().t())
 
 
-OPTIMIZERS = {
-    "sgd": sgd,
-    "adam": adam,
-    "nesterov": nesterov,
-    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
-}
+OPTIMIZERS = {"sgd": sgd, "adam": adam, "nesterov": nesterov, "fused": partial(torch.optim.AdamW, lr=0.01, fused=True)}
 OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adam": {"optimizer": "adam"},

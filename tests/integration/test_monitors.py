@@ -215,6 +215,7 @@ def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
     monitor.load_state_dict({**monitor.state_dict(), "totals": {"steps": 10**9}})
     monitor.take_in(step)
     monitor.take_in(step)
+    monitor.take_in(StepStats(**{**vars(step), "layers": {"of another model": layer}}))
     assert "  densest layers (elements), since the resume\n" in monitor.table()
     assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
 
@@ -243,7 +244,9 @@ def test_the_table_separates_calibration_and_dense_exchanges() -> None:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_message_names_the_steps_that_loggers_skip(tmp_path: Path, every: int) -> None:
-    first, _ = watch([DensityMonitor()], logger=CSVLogger(str(tmp_path)), log_every_n_steps=every)
+    monitors = [DensityMonitor(), ErrorMonitor(histograms_every_n_steps=2)]
+    first, _ = watch(monitors, logger=CSVLogger(str(tmp_path)), log_every_n_steps=every)
+    assert sum("histograms_every_n_steps has no effect without" in text for text in first.messages) == 1
     messages = [text for text in first.messages if text.startswith("DensityMonitor: loggers show one step in 3")]
     assert len(messages) == (every == 3)
 

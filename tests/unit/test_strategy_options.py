@@ -18,12 +18,7 @@ THRESHOLD: dict[str, Any] = {
     "granularity": "model",
     "overshoot": 0.0,
 }
-EXCHANGE: dict[str, Any] = {
-    "value_dtype": "float32",
-    "exchange": "auto",
-    "link_gbit_s": None,
-    "worker_state": "full",
-}
+EXCHANGE: dict[str, Any] = {"value_dtype": "float32", "exchange": "auto", "link_gbit_s": None, "worker_state": "full"}
 OF_DDP: dict[str, Any] = {"error_feedback": "gradient", "local_clip_norm": None, "gradient_as_bucket_view": None}
 DRIFTS: dict[str, Any] = {
     "every_n_steps": 1,

@@ -32,11 +32,11 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     """Simulates n workers of `SparseDDPStrategy` on one device, in n times the time.
 
-    Use it to study accuracy with 8 or 20 workers on one GPU or a laptop: on the device of
-    ``Trainer(accelerator="gpu", devices=1)``. There is one model. Each worker has its own
-    residual (8 bytes per parameter), shard of the data and random numbers. A step takes a batch from each worker. With
-    ``exchange="gather"`` and a constant threshold, the weights equal those of n processes bit for bit. Simulated
-    workers can resume checkpoints of processes, and vice versa.
+    Use it to study accuracy with 8 or 20 workers on one GPU or a laptop. ``Trainer(accelerator=…, devices=1)`` chooses
+    the device. There is one model. Each worker has its own residual (8 bytes per parameter), shard of the data and
+    random numbers. A step takes a batch from each worker. With ``exchange="gather"`` and a constant threshold, the
+    weights equal those of n processes bit for bit. Simulated workers can resume checkpoints of processes, and vice
+    versa.
 
     As in DDP, logged numbers of a step and buffers (batch norm) are those of rank 0; a number logged for an epoch is
     the mean over all workers. Validation, test and predict use all data at once.
@@ -103,8 +103,8 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The devices that a Trainer has chosen. The strategy uses the first; ``fit`` raises an error for more."""
-        return []  # so that each Trainer sets its own
+        """Empty, so that each Trainer sets its own. The strategy uses the first; ``fit`` raises an error for more."""
+        return []
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
