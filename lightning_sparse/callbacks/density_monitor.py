@@ -1,6 +1,7 @@
 """Shows density per layer and over the run as a histogram, an image and a table."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class DensityMonitor(StepMonitor):
         strategy = trainer.strategy
         if not isinstance(strategy, SparseStrategy):
             return
+        self._history = _LayerHistory(self._history.max_columns)
         self._target_density = target_density(strategy.sparsifier)
         self._averages = strategy.state.kind.removesuffix("s")
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
@@ -208,7 +210,7 @@ class _LayerHistory:
 
 
 def _mean(columns: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(column.get(name, 0.0) for column in columns) / len(columns) for name in columns[-1]}
+    return {name: fmean([column[name] for column in columns if name in column]) for name in columns[-1]}
 
 
 def _readable_bytes(count: float) -> str:

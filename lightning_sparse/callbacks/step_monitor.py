@@ -42,7 +42,12 @@ class StepMonitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.per_layer and isinstance(trainer.strategy, SparseStrategy):
+        if stage != "fit":
+            return
+        self._total.reset()
+        self._totals.clear()
+        self._has_resumed = False
+        if self.per_layer and isinstance(trainer.strategy, SparseStrategy):
             trainer.strategy.per_layer_stats = True
 
     @override

@@ -218,6 +218,10 @@ def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
     monitor.take_in(StepStats(**{**vars(step), "layers": {"of another model": layer}}))
     assert "  densest layers (elements), since the resume\n" in monitor.table()
     assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
+    assert monitor._history.densest(1) == [("of another model", 2**40, layer.density)]
+    monitor.setup(SimpleNamespace(strategy=None), None, "fit")  # another fit
+    assert not monitor._totals
+    assert monitor.average_density.elements == 0
 
 
 def test_the_table_separates_calibration_and_dense_exchanges() -> None:
@@ -267,11 +271,14 @@ def test_rank_0_prints_the_last_line_of_the_error_monitor() -> None:
     assert not any(step.layers for step in workers[0].steps)
 
 
+def _set_totals(trainer: Trainer, _: LightningModule) -> None:
+    for monitor in trainer.callbacks:
+        getattr(monitor, "_totals", {}).update(steps=1, largest_error_norm=2.0)  # as after a resume
+
+
 def test_monitors_warn_and_stay_idle_under_plain_ddp() -> None:
     monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
-    for monitor in monitors:  # after a resume
-        monitor._totals.update(steps=1, largest_error_norm=2.0)
-    workers = watch(monitors, strategy="ddp")
+    workers = watch([*monitors, LambdaCallback(on_fit_start=_set_totals)], strategy="ddp")
     for worker in workers:
         assert worker.printed == ""
         assert not any(name.startswith("sparse/") for name in worker.callback_metrics)

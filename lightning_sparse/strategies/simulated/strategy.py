@@ -83,7 +83,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         if exchange == "hierarchical":
             raise ValueError("Got exchange='hierarchical', but simulated workers have no nodes. Use 'gather'.")
         self._options = self._make_options(GradientOptions, kwargs, exchange=exchange)
-        if isinstance(own_attributes, str) or not all(isinstance(name, str) for name in own_attributes):
+        if not isinstance(own_attributes, list | tuple) or not all(isinstance(name, str) for name in own_attributes):
             raise TypeError(f"Invalid {own_attributes=}. Must be a list of names, such as ['hidden_state'].")
         super().__init__(sparsifier, **kwargs)
         self.num_workers = num_workers
