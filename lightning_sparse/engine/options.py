@@ -153,7 +153,7 @@ class DriftOptions(ExchangeOptions):
     average_over: AverageOver = "senders"
     outer_optimizer: OuterOptimizer | None = None
     overlap: bool = False
-    why_no_overshoot = "for drifts, where it would move a worker's own weights back"
+    why_no_overshoot = "for drifts, which gained nothing from it in tests"
     why_no_sparse_sums = "for drifts, where the sums of all workers would stay in a worker's own weights"
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         LOCAL,
         {"overshoot": 0.5},
-        "Got overshoot=0.5 for drifts, where it would move a worker's own weights back. Use overshoot=0",
+        "Got overshoot=0.5 for drifts, which gained nothing from it in tests. Use overshoot=0",
     ),
     (DDP, {"overshoot": 0.5, "error_feedback": "none"}, "Got overshoot=0.5 with error_feedback='none'"),
     (LOCAL, {"every_n_steps": 2.5}, "whole number"),
