@@ -103,10 +103,9 @@ class UntrainedTensors:
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """Return hash and size of each tensor: float64, shape (2 · len(tensors),).
 
-    The result is on the first tensor's device. The hash is the sum, modulo 2⁶⁴, of a mix of each word
-    of 8 bytes and its position, in the order of indices, like SplitMix64 (Steele et al., 2014) with signed shifts. So
-    it also detects permutations and changed signs. The result has 53 bits of the sum. Repeated sizes need no wait for a
-    GPU.
+    The result is on the first tensor's device. The hash is the sum, modulo 2⁶⁴, of a mix of each word of 8 bytes and
+    its position, in the order of indices, like SplitMix64 (Steele et al., 2014) with signed shifts. So it also detects
+    permutations and changed signs. The result has 53 bits of the sum. Repeated sizes need no wait for a GPU.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
