@@ -123,7 +123,7 @@ def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tens
 
     Args:
         compensated: p at the selected coordinates, float32 or float64, shape (k,).
-        values: p, or what the sparsifier sends for it, before it is rounded for the wire.
+        values: p, or the value that the sparsifier sends for p, before rounding for the wire.
         wire: how values are rounded.
     """
     sent = wire.rounded(values)

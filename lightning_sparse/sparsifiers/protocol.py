@@ -48,7 +48,7 @@ class Selection(NamedTuple):
 
     Attributes:
         indices: int64, shape (k,), unique positions in the bucket. If they do not ascend, the package sorts them.
-        values: shape (k,), dtype of the compensated gradient: its values at these positions, or what is sent for them.
+        values: shape (k,), dtype of the compensated gradient: its values at these positions, or changed values to send.
     """
 
     indices: Tensor

@@ -104,7 +104,7 @@ class ImageClassifier(LoggedClassifier):
         momentum: Nesterov momentum.
         weight_decay: of all parameters except those of normalisation layers.
         normalisation: ``batch``, or ``group`` for workers with different classes, which uses no batch statistics.
-        channels_last: stores images and filters with channels last, which is faster in bfloat16 on a GPU.
+        channels_last: stores images and filters with channels last, which was faster on a GPU (H200).
 
     Raises:
         ValueError: an invalid network or normalisation.
