@@ -216,6 +216,8 @@ def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
     monitor.take_in(step)
     monitor.take_in(step)
     monitor.take_in(StepStats(**{**vars(step), "layers": {"of another model": layer}}))
+    monitor._history.steps_per_column = 2
+    monitor.take_in(step)  # for a later column
     assert "  densest layers (elements), since the resume\n" in monitor.table()
     assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
     assert monitor._history.densest(1) == [("of another model", 2**40, layer.density)]
