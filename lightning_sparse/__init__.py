@@ -6,7 +6,6 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 from lightning_sparse._version import __version__ as __version__
 from lightning_sparse.callbacks.density_monitor import DensityMonitor
 from lightning_sparse.callbacks.error_monitor import ErrorMonitor
-from lightning_sparse.callbacks.metrics import AverageDensity, TotalError
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions, GradientOptions
@@ -37,7 +36,6 @@ from lightning_sparse.theory.bounds import paper_threshold
 
 __all__ = [
     "Accordion",
-    "AverageDensity",
     "DDPHardThresholdStrategy",
     "Dense",
     "DensityMonitor",
@@ -69,7 +67,6 @@ __all__ = [
     "StepStats",
     "StochasticRounding",
     "TopK",
-    "TotalError",
     "WholeStep",
     "estimate",
     "paper_threshold",

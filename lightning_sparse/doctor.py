@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def describe_machine() -> list[str]:
     """Return the lines of a description of this machine."""
     installed = {package.name: package.version for package in distributions()}
-    packages = ("torch", "lightning", "torchmetrics", "triton", "matplotlib")
+    packages = ("torch", "lightning", "triton", "matplotlib")
     versions = ", ".join(f"{name} {installed.get(name, '(not installed)')}" for name in packages)
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     gpus = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]

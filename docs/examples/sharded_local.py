@@ -5,12 +5,14 @@ Run two replicas of two ranks each on this machine. In a cluster, a replica is u
     torchrun --standalone --nproc-per-node=4 docs/examples/sharded_local.py
 """
 
+from statistics import fmean
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sparse import AverageDensity, DriftOptions, HardThreshold, ShardModelAverager
+from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager
 
 REPLICAS = 2
 
@@ -35,8 +37,8 @@ def main() -> None:
     averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=1))
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)  # each replica has its own moments
-    average_density = AverageDensity()
-    averager.subscribe(average_density.update)
+    densities: list[float] = []
+    averager.subscribe(lambda stats: densities.append(stats.density))
     torch.manual_seed(1 + rank)  # different samples from here on
     for step in range(201):
         inputs = torch.randn(64, 32, device=device)
@@ -52,7 +54,7 @@ def main() -> None:
         inputs = torch.randn(1024, 32, generator=torch.Generator().manual_seed(9)).to(device)
         loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs))
     if rank == 0:
-        print(f"mean of the replicas: loss {loss.item():.4f}, average density {average_density.compute().item():.4f}")
+        print(f"mean of the replicas: loss {loss.item():.4f}, average density {fmean(densities):.4f}")
     averager.close()
     dist.destroy_process_group()
 

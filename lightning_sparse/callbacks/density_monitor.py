@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_sparse.callbacks.metrics import AverageDensity
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.callbacks.step_times import StepTimes
 from lightning_sparse.engine.step_stats import StepStats
@@ -20,7 +19,7 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 LAYER_COLUMNS = 62
 """The width of a layer's name and size in the table, which has 80 columns."""
-TOTALS = ("steps", "density", "payload_bytes", "dense_bytes", "dense_steps")
+TOTALS = ("steps", "selected", "elements", "density", "payload_bytes", "dense_bytes", "dense_steps")
 """Numbers that are summed over all exchanges, and over those of the calibration."""
 
 
@@ -51,8 +50,7 @@ class DensityMonitor(StepMonitor):
 
     def __init__(self, per_layer: bool = True, image_columns: int = 200) -> None:
         require_count("image_columns", image_columns, least=2)
-        self.average_density = AverageDensity()
-        super().__init__(per_layer, "sparse/average_density", self.average_density)
+        super().__init__(per_layer, "sparse/average_density")
         self._history = _LayerHistory(image_columns)
         self._target_density: float | None = None
         self._averages, self._sender = "gradient", "worker"
@@ -80,14 +78,18 @@ class DensityMonitor(StepMonitor):
 
     @override
     def take_in(self, step: StepStats) -> None:
-        self.average_density.update(step)
         if self.per_layer:
             self._history.add(step)
         dense_steps = step.dense_elements / step.num_elements if step.num_elements else 0  # can be a fraction
-        numbers = (1, step.density, step.payload_bytes, step.dense_bytes, dense_steps)
+        elements = step.num_workers * step.num_elements
+        numbers = (1, step.selected, elements, step.density, step.payload_bytes, step.dense_bytes, dense_steps)
         for name, value in zip(TOTALS, numbers, strict=True):
             self._totals[name] += value
             self._totals[f"calibration_{name}"] += value * step.is_calibration
+
+    @override
+    def total(self) -> float:
+        return self._totals["selected"] / max(1, self._totals["elements"])
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
@@ -133,7 +135,7 @@ class DensityMonitor(StepMonitor):
             rows.append(("  for calibration", f"{calibration:,.0f}"))
         if self._target_density is not None:
             rows.append(("density asked for", f"{100 * self._target_density:.4g} %"))
-        rows.append(("average density", f"{100 * self.average_density.compute().item():.4g} %"))
+        rows.append(("average density", f"{100 * self.total():.4g} %"))
         if calibration and later["steps"]:
             rows.append(("density after calibration", f"{100 * later['density'] / later['steps']:.4g} %"))
         if self._newest is not None and self._newest.threshold is not None:

@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_sparse.callbacks.metrics import TotalError
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.selection.bucket import FlatBucket
@@ -44,8 +43,7 @@ class ErrorMonitor(StepMonitor):
     def __init__(self, per_layer: bool = False, histograms_every_n_steps: int | None = None) -> None:
         if histograms_every_n_steps is not None:
             require_count("histograms_every_n_steps", histograms_every_n_steps)
-        self.total_error = TotalError()
-        super().__init__(per_layer, "sparse/total_error", self.total_error)
+        super().__init__(per_layer, "sparse/total_error")
         self._every = histograms_every_n_steps
 
     @override
@@ -65,9 +63,13 @@ class ErrorMonitor(StepMonitor):
 
     @override
     def take_in(self, step: StepStats) -> None:
-        self.total_error.update(step)
+        self._totals["squared_error"] += step.squared_error
         self._totals["last_error_norm"] = step.error_norm
         self._totals["largest_error_norm"] = max(self._totals["largest_error_norm"], step.error_norm)
+
+    @override
+    def total(self) -> float:
+        return self._totals["squared_error"]
 
     @override
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
@@ -81,7 +83,7 @@ class ErrorMonitor(StepMonitor):
         if largest and trainer.is_global_zero and not self._is_idle:
             print(
                 f"Sparse error feedback: error norm {last:.4g} at the end, {largest:.4g} at most; "
-                f"total error {self.total_error.compute().item():.4g}"
+                f"total error {self.total():.4g}"
             )
 
 

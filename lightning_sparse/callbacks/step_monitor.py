@@ -6,10 +6,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
-from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_sparse.engine.snapshot import copied
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers.protocol import require_flag
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
@@ -24,16 +22,14 @@ class StepMonitor(Callback):
 
     Args:
         per_layer: whether to follow single layers.
-        name: logs the total under this name after every batch from the first exchange on.
-        total: metric over the run, which ``take_in`` updates, as it does ``_totals``. Checkpoints hold both.
+        name: logs ``total`` under this name after every batch from the first exchange on.
     """
 
-    def __init__(self, per_layer: bool, name: str, total: Metric) -> None:
+    def __init__(self, per_layer: bool, name: str) -> None:
         require_flag("per_layer", per_layer)
         self.per_layer = per_layer
-        self._name, self._total = name, total
-        total.persistent(True)
-        self._totals: defaultdict[str, float] = defaultdict(int)
+        self._name = name
+        self._totals: defaultdict[str, float] = defaultdict(int)  # of the run, which checkpoints hold
         self._has_resumed = False
         self._new_steps: list[StepStats] = []
         self._newest: StepStats | None = None
@@ -44,7 +40,6 @@ class StepMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._total.reset()
         self._totals.clear()
         self._has_resumed = False
         if self.per_layer and isinstance(trainer.strategy, SparseStrategy):
@@ -73,7 +68,7 @@ class StepMonitor(Callback):
         self._take_in_new()
         # In every batch, because Lightning drops earlier logs at the end of an epoch. Barebones, it warns about logs.
         if self._totals and not trainer.barebones:
-            self._log.log(pl_module, self._name, self._total.compute().item())
+            self._log.log(pl_module, self._name, self.total())
         # Lightning logs a batch only if it is the last of a step.
         accumulates = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
         is_logged = trainer._logger_connector.should_update_logs and not accumulates
@@ -84,12 +79,10 @@ class StepMonitor(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         self._take_in_new()  # a save may end an exchange, and earlier callbacks may save before this one's hook
-        state: dict[str, Any] = copied({"total": self._total.state_dict(), "totals": self._totals})
-        return state
+        return {"totals": dict(self._totals)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._total.load_state_dict(state_dict["total"])
         self._totals.update(state_dict["totals"])
         self._has_resumed = bool(self._totals)
 
@@ -100,7 +93,11 @@ class StepMonitor(Callback):
         self._new_steps.clear()
 
     def take_in(self, step: StepStats) -> None:
-        """Process the numbers of an exchange, on every worker, at the end of its batch or in a save."""
+        """Add an exchange to ``_totals``, on every worker, at the end of its batch or in a save."""
+
+    def total(self) -> float:
+        """Return the number of the run so far that is logged after every batch."""
+        raise NotImplementedError
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Log numbers of layers, on every worker, in a step that Lightning logs if there are new ones."""

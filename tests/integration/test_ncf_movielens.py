@@ -307,7 +307,7 @@ def learn_low_rank(world_size, strategy):
         hit_rate=trainer.callback_metrics["test/hr10"].item(),
         best=data.best_hit_rate,
         num_users=data.num_users,
-        density=density.average_density.compute().item(),
+        density=density.total(),
     )
 
 

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from lightning_sparse import AverageDensity, StepStats
+from lightning_sparse import StepStats
 from lightning_sparse.engine.step_stats import LayerStats
 from lightning_sparse.selection.numbers import STEP_NUMBERS, StepNumber, combined, squared_norm
 
@@ -34,10 +34,3 @@ def test_each_number_has_its_own_rule_of_combination():
 def test_a_squared_norm_is_accurate_for_many_values_of_any_precision(size, dtype):
     values = torch.rand(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert squared_norm(values).item() == pytest.approx(values.double().square().sum().item(), rel=1e-6)
-
-
-def test_average_density_counts_beyond_the_precision_of_float32():
-    metric = AverageDensity()
-    for _ in range(4):
-        metric.update(stats(elements=2**40, selected=2**25 + 1))
-    assert metric.selected.item() == 4 * (2**25 + 1)
