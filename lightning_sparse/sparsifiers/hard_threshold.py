@@ -59,7 +59,7 @@ class HardThreshold(MarkingSparsifier):
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
         density: the share of coordinates to be sent on average, in (0, 1]; 1 is λ = 0. With neither, 0.001.
         calibration_steps: with a density, the largest number of exchanges (1 or more) that send everything while the
-            calibration measures norms. It usually ends after 3.
+            calibration measures norms; None is 50. It usually ends after 3.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. A layer with a
             λ of its own is not calibrated; 0 sends a layer whole: ``{"*.bias": 0.0}``.
         granularity: scope of a density. ``"model"`` has one λ for all layers, so that some send much and others little.
@@ -70,7 +70,7 @@ class HardThreshold(MarkingSparsifier):
             steps (docs/theory.md). 0 is the rule of the paper. For gradients with error feedback only.
 
     Raises:
-        ValueError: both threshold and density, a number outside its range, or a λ per layer without a density.
+        ValueError: both threshold and density, a number outside its range, or an option that needs a density.
 
     Example:
         >>> sparsifier = HardThreshold(threshold=1.0)
@@ -84,17 +84,22 @@ class HardThreshold(MarkingSparsifier):
         *,
         threshold: float | None = None,
         density: float | None = None,
-        calibration_steps: int = 50,
+        calibration_steps: int | None = None,
         layer_thresholds: dict[str, float] | None = None,
         granularity: Granularity = "model",
         overshoot: float = 0.0,
     ) -> None:
         require_word("granularity", granularity, get_args(Granularity))
-        if granularity == "layer" and threshold is not None:
-            raise ValueError(
-                f"Got {granularity=} and {threshold=}. granularity='layer' needs a density. Give density=… instead of "
-                "threshold=…, or set thresholds of single layers with layer_thresholds."
-            )
+        for_density = {
+            "granularity='layer'": granularity == "layer",
+            "calibration_steps": calibration_steps is not None,
+        }
+        for name, is_given in for_density.items():
+            if is_given and threshold is not None:
+                raise ValueError(
+                    f"Got {name} and {threshold=}. {name} needs a density. Give density=… instead of threshold=…, or "
+                    "set thresholds of single layers with layer_thresholds."
+                )
         if threshold is not None and density is not None:
             raise ValueError(
                 f"Got both {threshold=} and {density=}. Give one: a threshold stays constant, and calibration turns a "
@@ -106,6 +111,7 @@ class HardThreshold(MarkingSparsifier):
             density = DEFAULT_DENSITY
         if density is not None:
             require_density(density, "about 0.1 %")
+        calibration_steps = 50 if calibration_steps is None else calibration_steps
         require_count("calibration_steps", calibration_steps)
         if not isinstance(layer_thresholds, Mapping | None):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")

@@ -13,7 +13,7 @@ from lightning_sparse.strategies.options import _entries
 THRESHOLD: dict[str, Any] = {
     "threshold": None,
     "density": None,
-    "calibration_steps": 50,
+    "calibration_steps": None,
     "layer_thresholds": None,
     "granularity": "model",
     "overshoot": 0.0,
