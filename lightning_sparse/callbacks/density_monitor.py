@@ -12,7 +12,8 @@ from typing_extensions import override
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.callbacks.step_times import StepTimes
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.sparsifiers.protocol import require_count, target_density
+from lightning_sparse.sparsifiers.arguments import require_count
+from lightning_sparse.sparsifiers.protocol import target_density
 from lightning_sparse.strategies.advice import shortened
 from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrategy
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy

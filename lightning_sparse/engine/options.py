@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import DTYPES, MOST_STEPS, ValueDtype
+from lightning_sparse.sparsifiers.arguments import is_number, require_count, require_flag, require_word
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
-from lightning_sparse.sparsifiers.protocol import Sparsifier, is_number, require_count, require_flag, require_word
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 Options = TypeVar("Options", bound="ExchangeOptions")
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]

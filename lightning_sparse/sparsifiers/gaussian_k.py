@@ -6,7 +6,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, require_density
+from lightning_sparse.sparsifiers.arguments import require_density
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
 
 CORRECTIONS = 3
 TOO_FEW, TOO_MANY = 2 / 3, 4 / 3

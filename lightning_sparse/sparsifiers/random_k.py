@@ -6,13 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import (
-    LayerLayout,
-    MarkingSparsifier,
-    require_count,
-    require_density,
-    require_flag,
-)
+from lightning_sparse.sparsifiers.arguments import require_count, require_density, require_flag
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
 from lightning_sparse.sparsifiers.top_k import mark_by_layer
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -6,14 +6,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.protocol import (
-    Granularity,
-    LayerLayout,
-    MarkingSparsifier,
-    WholeStep,
-    require_density,
-    require_word,
-)
+from lightning_sparse.sparsifiers.arguments import require_density, require_word
+from lightning_sparse.sparsifiers.protocol import Granularity, LayerLayout, MarkingSparsifier, WholeStep
 
 
 class TopK(MarkingSparsifier):

@@ -20,7 +20,8 @@ from lightning_sparse.checkpointing.saving import collect
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
-from lightning_sparse.sparsifiers.protocol import Sparsifier, require_count
+from lightning_sparse.sparsifiers.arguments import require_count
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.options import require_arguments
 from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
 from lightning_sparse.strategies.simulated.limits import refuse, require_attributes, require_known, require_simulable

@@ -1,0 +1,34 @@
+"""Checks of arguments, for the whole package and the recipes."""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+
+def is_number(value: object) -> bool:
+    """Return whether this is a real number of Python or NumPy."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise ValueError unless this is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"Invalid {name}={value!r}. Must be True or False.")
+
+
+def require_count(name: str, value: object, least: int = 1, instead: str = "") -> None:
+    """Raise ValueError unless this is a whole number, at least ``least``. ``instead`` ends the message."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least {least}{instead}.")
+
+
+def require_density(density: float, example: str, name: str = "density") -> None:
+    """Raise ValueError unless this is a density in (0, 1]."""
+    if not is_number(density) or not 0 < density <= 1:
+        raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
+
+
+def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
+    """Raise ValueError unless an option's value is one of the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"Invalid {name}={value!r}. Must be one of {', '.join(map(repr, allowed))}.")
