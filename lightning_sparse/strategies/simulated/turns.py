@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -63,6 +64,8 @@ class Turns:
         """Drop unused gradients, as Lightning does, and take rank 0's buffers, as DDP does."""
         for own in self._own:
             own.gradients, own.buffers = {}, {}
+        # Once per step, because a walk through the model takes as long as several kernels.
+        self._parameters = named_parameters(self._module)
 
     def share_replaced_attributes(self) -> None:
         """Copy own attributes that hooks have replaced since rank 0's turn to all workers."""
@@ -99,17 +102,17 @@ class Turns:
         return _Own(self._gradients(), buffers, self._attributes())
 
     def _put(self, own: _Own) -> None:
-        for name, parameter in named_parameters(self._module).items():
+        for name, parameter in self._parameters.items():
             parameter.grad = own.gradients.get(name)
-        for name, buffer in self._module.named_buffers():
-            if name in own.buffers:
-                buffer.copy_(own.buffers[name])
+        # Read anew, because a forward may have replaced buffers.
+        buffers = {name: buffer for name, buffer in self._module.named_buffers() if name in own.buffers}
+        if buffers:
+            torch._foreach_copy_(list(buffers.values()), [own.buffers[name] for name in buffers])
         for name, value in own.attributes.items():
             setattr(self._module, name, value)
 
     def _gradients(self) -> dict[str, Tensor]:
-        parameters = named_parameters(self._module).items()
-        return {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+        return {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
 
     def _attributes(self) -> dict[str, Any]:
         return {name: getattr(self._module, name) for name in self._own_attributes}
