@@ -24,9 +24,7 @@ def wide():
 
 def wrapped(sparsifier, model=None, find_unused_parameters=False, bucket_cap_mb=1e-6, **options):
     model = DistributedDataParallel(
-        wide() if model is None else model,
-        find_unused_parameters=find_unused_parameters,
-        bucket_cap_mb=bucket_cap_mb,
+        wide() if model is None else model, find_unused_parameters=find_unused_parameters, bucket_cap_mb=bucket_cap_mb
     )
     model.sparse_state = register_comm_hook(model, sparsifier, GradientOptions(**options))
     return model, model.sparse_state

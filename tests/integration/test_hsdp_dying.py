@@ -97,8 +97,7 @@ def uninterrupted(kind: Any) -> Any:
 
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [(GRADIENTS, "forward"), (GRADIENTS, "backward"), (GRADIENTS, "exchange"), (DRIFTS, "exchange")],
+    ("kind", "place"), [(GRADIENTS, "forward"), (GRADIENTS, "backward"), (GRADIENTS, "exchange"), (DRIFTS, "exchange")]
 )
 def test_a_death_ends_all_others(tmp_path: Path, kind: Any, place: str, rank: int) -> None:
     failure = Failure(place, rank=rank, step=DIES_AT)

@@ -89,11 +89,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             ("model_averaging_period", 3),
         )
     ),
-    (
-        LOCAL,
-        {"overshoot": 0.5},
-        "Got overshoot=0.5 for drifts, which gained nothing from it in tests. Use overshoot=0",
-    ),
+    (LOCAL, {"overshoot": 0.5}, "Got overshoot=0.5 for drifts, which gained nothing from it in tests. Use overshoot=0"),
     (DDP, {"overshoot": 0.5, "error_feedback": "none"}, "Got overshoot=0.5 with error_feedback='none'"),
     (LOCAL, {"every_n_steps": 2.5}, "whole number"),
     *((make, {"replicas": 0}, "Invalid replicas=0") for make in (HSDP, LOCAL_HSDP)),

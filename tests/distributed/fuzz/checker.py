@@ -146,13 +146,7 @@ class Checker:
             raise Difference(f"step {step}, {name}: has {gradient} instead of {had}, though no worker used it")
 
     def _check_conservation(
-        self,
-        step: int,
-        index: int,
-        workers: list[Sent],
-        residuals: list[Tensor],
-        gradient: Tensor,
-        scale: float | None,
+        self, step: int, index: int, workers: list[Sent], residuals: list[Tensor], gradient: Tensor, scale: float | None
     ) -> None:
         """Check e + g/S = out + e', summed over the workers, with their real residuals."""
         layer, n = self.case.layers[index], self.case.num_workers

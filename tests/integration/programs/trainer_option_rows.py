@@ -169,15 +169,12 @@ ROWS = {
     "clipping by norm": Row(trains(Student, lambda: {"gradient_clip_val": 0.1}, fit_without_validation), clipped),
     "clipping by value": Row(
         trains(
-            Student,
-            lambda: {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
-            fit_without_validation,
+            Student, lambda: {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, fit_without_validation
         ),
         clipped,
     ),
     "early stopping": Row(
-        trains(options=lambda: {"max_epochs": 20, "callbacks": [EarlyStopping("val_loss", patience=2)]}),
-        stopped_early,
+        trains(options=lambda: {"max_epochs": 20, "callbacks": [EarlyStopping("val_loss", patience=2)]}), stopped_early
     ),
     "stochastic weight averaging": Row(
         trains(
