@@ -84,8 +84,7 @@ def test_a_cuda_graph_trains_like_single_kernels(precision):
         [tensors] = run_workers(partial(_fit, **options), 1, 2, Dense(), 20, process_group=False)
         return tensors
 
-    usual, replayed = fit(), fit(CUDAGraph())
-    start = ShortTrainingClassifier(widths=(8, 8, 8)).state_dict()
+    usual, replayed, start = fit(), fit(CUDAGraph()), ShortTrainingClassifier(widths=(8, 8, 8)).state_dict()
     for name, tensor in usual.items():
         assert (replayed[name] - tensor).norm() <= 0.05 * (tensor - start[name]).norm(), name
 
