@@ -26,7 +26,7 @@ class PowerSGD(Callback):
             than half of its values, it is sent whole, as by torch's hook. Vectors are sent whole too.
 
     Raises:
-        ValueError: the rank is not a whole number of at least 1.
+        ValueError: the rank is not a whole number of at least 1; before training, a sparsifier selects coordinates.
     """
 
     def __init__(self, rank: int = 4) -> None:
@@ -38,6 +38,9 @@ class PowerSGD(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        sparsifier = getattr(trainer.strategy, "sparsifier", None)
+        if sparsifier is not None and getattr(sparsifier, "threshold", None) != 0:
+            raise ValueError(f"PowerSGD got the sparsifier {type(sparsifier).__name__}. Must be Dense, or use ddp.")
         self._errors.clear()
         self._factors.clear()
 

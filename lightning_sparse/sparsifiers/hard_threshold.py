@@ -83,6 +83,11 @@ class HardThreshold(MarkingSparsifier):
         overshoot: float = 0.0,
     ) -> None:
         require_word("granularity", granularity, get_args(Granularity))
+        if threshold is not None and density is not None:
+            raise ValueError(
+                f"Got both {threshold=} and {density=}. Give one: a threshold stays constant, and calibration turns a "
+                "density into a threshold."
+            )
         for_density = {
             "granularity='layer'": granularity == "layer",
             "calibration_steps": calibration_steps is not None,
@@ -93,11 +98,6 @@ class HardThreshold(MarkingSparsifier):
                     f"Got {name} and {threshold=}. {name} needs a density. Give density=… instead of threshold=…, or "
                     "set thresholds of single layers with layer_thresholds."
                 )
-        if threshold is not None and density is not None:
-            raise ValueError(
-                f"Got both {threshold=} and {density=}. Give one: a threshold stays constant, and calibration turns a "
-                "density into a threshold."
-            )
         if threshold is not None:
             _check_threshold("threshold", threshold)
         elif density is None:

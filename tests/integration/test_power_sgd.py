@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_sparse import Dense, SimulatedWorkersStrategy
+from lightning_sparse import Dense, SimulatedWorkersStrategy, TopK
 from recipes.power_sgd import PowerSGD
 from tests.integration.models import data, quiet_trainer
 from tests.workers import on_workers
@@ -47,3 +48,5 @@ def test_compressing_the_mean_equals_workers_that_compress_their_own_gradients()
     torch.testing.assert_close(module.weight.detach().flatten(1), weight, rtol=1e-4, atol=1e-4)
     assert torch.equal(module.small, torch.full((3, 3), -float(STEPS)))
     assert float(sent[-1]) == 4 * (RANK * (20 + 30) + 9)
+    with pytest.raises(ValueError, match="PowerSGD got the sparsifier TopK"):
+        quiet_trainer(SimulatedWorkersStrategy(TopK(0.1), 2), num_workers=1, **options).fit(module, data())

@@ -280,10 +280,10 @@ def test_a_recipe_trains_on_two_workers(folder, recipe, arguments):
 def test_the_recipe_for_one_gpu_continues_from_its_last_checkpoint(tmp_path):
     sizes = [argument for argument in SMALL[RESNET] if not argument.startswith("--trainer")]
     command = (f"--config={CONFIGS[f'{RESNET}/one_gpu']}", *sizes, "--trainer.accelerator=cpu", "--ckpt_path=last")
-    command += ("--trainer.check_val_every_n_epoch=6",)
 
     def fit(folder, epochs, *more):
-        options = (f"--trainer.logger.save_dir={tmp_path / folder}", f"--trainer.max_epochs={epochs}")
+        options = [f"--trainer.logger.save_dir={tmp_path / folder}", f"--trainer.max_epochs={epochs}"]
+        options += ["--trainer.check_val_every_n_epoch=6"]
         return run_workers(fit_recipe, 1, *command, *options, *more, process_group=False)[0]
 
     whole, part = fit("whole", 12), fit("in parts", 11)

@@ -147,6 +147,7 @@ def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
         (HardThreshold, {"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'"),
         (HardThreshold, {"granularity": "layer", "threshold": 1.0}, "granularity='layer' needs a density. Give"),
         (HardThreshold, {"calibration_steps": 9, "threshold": 1.0}, "calibration_steps needs a density. Give"),
+        (HardThreshold, {"calibration_steps": 9, "threshold": 1.0, "density": 0.1}, "Got both threshold=1.0 and densi"),
         (HardThreshold, {"layer_thresholds": {"*": 0.0, "a*": -0.5}}, r"layer_thresholds\['a\*'\]=-0.5. Must be a"),
         (TopK, {"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'."),
         (TopK, {"density": "0.1"}, r"Invalid density='0.1'. Must be within \(0, 1\]"),

@@ -7,6 +7,7 @@ from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_sparse.gradients.comm_hook import refuse_sparse_gradients
 
@@ -24,6 +25,8 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
         refuse("precision with a GradScaler; use 'bf16-mixed' or '32-true'")
     if any(parameter.is_complex() for parameter in module.parameters()):
         refuse("complex parameters")
+    if any(map(is_lazy, module.parameters())):
+        refuse("uninitialised layers: run a batch through the model first, as for DDP")
     refuse_sparse_gradients(module)
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
         raise ValueError(
@@ -33,7 +36,7 @@ def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> 
     connector = trainer._accelerator_connector
     devices, nodes = len(connector._parallel_devices), connector._num_nodes_flag
     if devices != 1 or nodes != 1:
-        refuse(f"devices={devices} on {nodes} nodes: all run on one device, so set devices=1")
+        refuse(f"devices={devices} on {nodes} nodes: all run on one device, so set devices=1 and num_nodes=1")
     if trainer._accelerator_connector._layer_sync is not None:
         refuse("sync_batchnorm")
     for owner, base in ((module, LightningModule), (trainer.datamodule, LightningDataModule)):
@@ -62,6 +65,11 @@ def require_attributes(module: LightningModule, names: Sequence[str]) -> None:
     reserved = {*dict(module.named_children()), *dict(module.named_parameters()), *dict(module.named_buffers())}
     for name in names:
         if not hasattr(module, name):
-            raise ValueError(f"Invalid own_attributes: {type(module).__name__} has no {name}.")
+            raise ValueError(
+                f"Invalid own_attributes: {type(module).__name__} has no {name}. Set it in __init__ or setup."
+            )
         if name in reserved or name.startswith("_") or hasattr(LightningModule, name) or name == "training":
-            raise ValueError(f"Invalid own_attributes: {name} is not a plain attribute of {type(module).__name__}.")
+            raise ValueError(
+                f"Invalid own_attributes: {name} is not a plain attribute of {type(module).__name__}. Omit it: workers "
+                "share parameters and modules, and buffers are those of rank 0, as in DDP."
+            )

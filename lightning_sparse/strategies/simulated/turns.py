@@ -11,6 +11,8 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparse.strategies.simulated.limits import refuse
+
 
 class RandomNumbers:
     """Random number generator states of each worker, which start from rank 0's.
@@ -76,18 +78,26 @@ class Turns:
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Use this worker's state inside the context. Rank 0 must be last."""
+        """Use this worker's state inside the context. Rank 0 must be last.
+
+        Raises:
+            ValueError: the worker has changed a parameter, and all workers share parameters.
+        """
+        versions = {name: parameter._version for name, parameter in self._parameters.items()}
         if rank == 0:
             yield
             self._own[0].attributes = self._attributes()
-            return
-        first = self._current()
-        self._put(self._own[rank])
-        try:
-            yield
-        finally:
-            self._own[rank] = self._current()
-            self._put(first)
+        else:
+            first = self._current()
+            self._put(self._own[rank])
+            try:
+                yield
+            finally:
+                self._own[rank] = self._current()
+                self._put(first)
+        for name, parameter in self._parameters.items():
+            if parameter._version != versions[name]:
+                refuse(f"a training_step that changes a parameter ({name}): change it in on_train_batch_end")
 
     def take_gradients(self) -> list[dict[str, Tensor]]:
         """Return and clear each worker's gradients by parameter name, in rank order."""
@@ -104,8 +114,10 @@ class Turns:
     def _put(self, own: _Own) -> None:
         for name, parameter in self._parameters.items():
             parameter.grad = own.gradients.get(name)
-        # Read anew, because a forward may have replaced buffers.
         buffers = {name: buffer for name, buffer in self._module.named_buffers() if name in own.buffers}
+        for name, buffer in buffers.items():
+            if buffer.shape != own.buffers[name].shape:  # it grows
+                buffer.data = own.buffers[name]
         if buffers:
             torch._foreach_copy_(list(buffers.values()), [own.buffers[name] for name in buffers])
         for name, value in own.attributes.items():
