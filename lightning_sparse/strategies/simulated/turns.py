@@ -61,6 +61,7 @@ class Turns:
     def __init__(self, module: LightningModule, num_workers: int, own_attributes: Sequence[str]) -> None:
         self._module, self._own_attributes = module, own_attributes
         self._own = [_Own() for _ in range(num_workers)]
+        self.begin_step()  # a resume may continue between accumulated batches
 
     def begin_step(self) -> None:
         """Drop unused gradients, as Lightning does, and take rank 0's buffers, as DDP does."""
