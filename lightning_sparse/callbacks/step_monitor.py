@@ -1,5 +1,6 @@
 """The base class of the monitors, which handles every exchange once, between batches."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 from lightning_sparse.strategies.step_log import NumberLog
 
 
-class StepMonitor(Callback):
+class StepMonitor(Callback, ABC):
     """Collects the numbers of every exchange and processes them at the end of the batch.
 
     The numbers are the same on every worker, so a monitor does not communicate. With a dense strategy, it logs a
@@ -95,9 +96,9 @@ class StepMonitor(Callback):
     def take_in(self, step: StepStats) -> None:
         """Add an exchange to ``_totals``, on every worker, at the end of its batch or in a save."""
 
+    @abstractmethod
     def total(self) -> float:
         """Return the number of the run so far that is logged after every batch."""
-        raise NotImplementedError
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
         """Log numbers of layers, on every worker, in a step that Lightning logs if there are new ones."""

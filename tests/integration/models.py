@@ -263,8 +263,8 @@ def quiet_trainer(strategy: Any, *, num_workers: int | None = None, max_steps: i
         os.environ["WORLD_SIZE"] = os.environ[NUM_WORKERS]
     num_workers = num_workers or world_size()
     saves = any(isinstance(callback, Checkpoint) for callback in options.get("callbacks", []))
-    defaults = {"accelerator": "cpu", "devices": num_workers, "enable_checkpointing": saves}
-    return Trainer(strategy=strategy, max_steps=max_steps, **(QUIET | defaults | options))
+    options = QUIET | {"enable_checkpointing": saves} | options
+    return Trainer(strategy=strategy, accelerator="cpu", devices=num_workers, max_steps=max_steps, **options)
 
 
 def compiled(module: nn.Module, graphs: list[int], backend: str = "eager") -> Any:

@@ -1,17 +1,15 @@
 """The recipe for 94 % on CIFAR-10: its network, its images, its runs."""
 
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import seed_everything
 
 from lightning_sparse import Dense, HardThreshold, SimulatedWorkersStrategy, SparseDDPStrategy
 from recipes.cifar10_94.data import ShortTrainingDataModule
 from recipes.cifar10_94.model import ShiftNorm, ShortTrainingClassifier, Whitening
-from recipes.cuda_graph import CUDAGraph
 from recipes.resnet18_cifar10.data import CIFARDataModule
 from recipes.resnet18_cifar10.images import ImageBatches
 from tests.integration.models import assert_equal, clones, quiet_trainer
@@ -49,11 +47,13 @@ def test_trains_two_steps(recipe, arguments, num_workers):
             assert fit.exchanged.density == 1 if arguments == DENSE else fit.exchanged.density < 1
 
 
-def _fit(num_simulated, sparsifier, batch_size=16, **changes):
+def _fit(num_simulated, sparsifier):
     seed_everything(3)
     os.environ["PL_GLOBAL_SEED"] = "3"
-    processes = SparseDDPStrategy(sparsifier, exchange="gather")
-    strategy = SimulatedWorkersStrategy(sparsifier, num_simulated) if num_simulated else processes
+    if num_simulated:
+        strategy = SimulatedWorkersStrategy(sparsifier, num_simulated)
+    else:
+        strategy = SparseDDPStrategy(sparsifier, exchange="gather")
     images = torch.randint(0, 256, (96, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(96) % 10
     module = ShortTrainingClassifier(widths=(8, 8, 8))
@@ -61,10 +61,9 @@ def _fit(num_simulated, sparsifier, batch_size=16, **changes):
         patches.setattr(CIFARDataModule, "prepare_data", lambda self: None)
         patches.setattr(CIFARDataModule, "_read", lambda self: (ImageBatches(images, labels),) * 2)
         # Two epochs of three steps: images are mirrored in the second.
-        options = {"max_steps": -1, "max_epochs": 2, "limit_val_batches": 0} | changes
-        quiet_trainer(strategy, **options).fit(module, ShortTrainingDataModule(batch_size=batch_size))
-    tensors = clones([*module.named_parameters(), *module.named_buffers()])
-    return {name: tensor.float().cpu() for name, tensor in tensors.items()}
+        options = {"max_steps": -1, "max_epochs": 2, "limit_val_batches": 0}
+        quiet_trainer(strategy, **options).fit(module, ShortTrainingDataModule(batch_size=16))
+    return clones([*module.named_parameters(), *module.named_buffers()])
 
 
 @pytest.mark.parametrize("sparsifier", [HardThreshold(threshold=0.02), Dense()], ids=["hard threshold", "dense"])
@@ -72,24 +71,6 @@ def test_simulated_workers_equal_processes(sparsifier):
     [simulated] = run_workers(_fit, 1, 2, sparsifier, process_group=False)
     first, _ = run_workers(_fit, 2, 0, sparsifier, process_group=False)
     assert_equal(simulated, first)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_cuda_graph_trains_like_single_kernels(precision):
-    def fit(*callbacks):  # batches of 20, 20 and 8 images; the graph does not take the last
-        options = {"accelerator": "gpu", "devices": 1, "precision": precision, "callbacks": list(callbacks)}
-        return run_workers(partial(_fit, **options), 1, 2, Dense(), 20, process_group=False)[0]
-
-    usual, replayed, start = fit(), fit(CUDAGraph()), ShortTrainingClassifier(widths=(8, 8, 8)).state_dict()
-    for name, tensor in usual.items():
-        assert (replayed[name] - tensor).norm() <= 0.05 * (tensor - start[name]).norm(), name
-
-
-def test_refuses_to_capture_without_a_network_or_a_gpu():
-    for module, message in ((LightningModule(), "network is None"), (ShortTrainingClassifier(), "CUDAGraph on cpu")):
-        with pytest.raises(ValueError, match=message):
-            CUDAGraph().on_fit_start(None, module)
 
 
 def test_whitening_decorrelates_patches():

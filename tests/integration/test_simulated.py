@@ -29,6 +29,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.engine.snapshot import copied
+from lightning_sparse.strategies.simulated.turns import Turns
 from tests.integration.models import (
     Classifier,
     ManualClassifier,
@@ -482,6 +483,13 @@ def test_an_exception_before_the_step_undoes_its_exchange(sparsifier: Sparsifier
         after = copied(vars(worker.snapshot()))
         assert (after["numbers"], after["history"]) == (before["numbers"], before["history"])
         assert_equal(after["own"]["unsent"], before["own"]["unsent"])
+
+
+def test_a_resume_may_continue_between_accumulated_batches() -> None:
+    turns = Turns(Classifier(), 2, ())
+    with turns.of(1):  # without begin_step, which follows a step
+        pass
+    assert turns.take_gradients() == [{}, {}]
 
 
 class PartlyUsed(Classifier):
