@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from statistics import fmean
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 LAYER_COLUMNS = 62
 """The width of a layer's name and size in the table, which has 80 columns."""
+IMAGE_INTERVAL = 100
+"""Time between two images within a run, in units of the time for drawing one."""
 TOTALS = ("steps", "selected", "elements", "density", "payload_bytes", "dense_bytes", "dense_steps")
 """Numbers that are summed over all exchanges, and over those of the calibration."""
 
@@ -30,7 +33,8 @@ class DensityMonitor(StepMonitor):
     - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged after every batch, for any logger.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
       (``sparse/layer_density``), a scalar per layer (``sparse/layer_density/<name>``) in any other logger.
-    - One image in TensorBoard, layers × steps, of log10 density; updated at the end of every epoch. Needs matplotlib.
+    - One image in TensorBoard, layers × steps, of log10 density. Updated at the end of the run, and at the end of an
+      epoch if drawing has taken at most 1 % of the time. Needs matplotlib.
     - Step times: medians of dense steps (those of the calibration), of sparse steps, and of the wait for the exchange.
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
       ``fit``, and a sentence under the table says what the sparse exchange gains.
@@ -56,6 +60,7 @@ class DensityMonitor(StepMonitor):
         self._target_density: float | None = None
         self._averages, self._sender = "gradient", "worker"
         self._times = StepTimes()
+        self._next_image, self._drawn_step = 0.0, 0
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -64,6 +69,7 @@ class DensityMonitor(StepMonitor):
         if not isinstance(strategy, SparseStrategy):
             return
         self._history = _LayerHistory(self._history.max_columns)
+        self._next_image, self._drawn_step = 0.0, trainer.global_step
         self._target_density = target_density(strategy.sparsifier)
         self._averages = strategy.state.kind.removesuffix("s")
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
@@ -103,6 +109,16 @@ class DensityMonitor(StepMonitor):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        begin = perf_counter()
+        if begin >= self._next_image:
+            self._draw(trainer)
+            self._next_image = begin + IMAGE_INTERVAL * (perf_counter() - begin)
+
+    def _draw(self, trainer: Trainer) -> None:
+        """Update the image if there are newer steps."""
+        if self._drawn_step == trainer.global_step:
+            return
+        self._drawn_step = trainer.global_step
         for logger in tensorboard_loggers(trainer) if self._history.columns else []:
             try:
                 figure = self._history.figure()
@@ -120,6 +136,7 @@ class DensityMonitor(StepMonitor):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_in_new()
+        self._draw(trainer)
         if self._newest is not None and self._newest.num_workers > 1 and trainer.is_global_zero:
             log_scalars(trainer, self._times.scalars())
             print(self.table())

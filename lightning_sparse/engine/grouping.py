@@ -71,6 +71,15 @@ def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
     return flat.as_strided(real.shape, real.stride())
 
 
+def flatten_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor of a parameter's shape, flat in the parameter's memory order; a view if possible."""
+    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return tensor.flatten()
+    if tensor.stride() != parameter.stride():
+        tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
     """Return a flat residual in the order of DDP's buckets, from the order of indices; ``as_parameter`` reverses it."""
     if parameter.is_contiguous():

@@ -174,6 +174,11 @@ class Workers:
         return objects
 
     @property
+    def needs_averages(self) -> bool:
+        """Whether this worker reads averages of payloads; simulated workers read those of rank 0."""
+        return True
+
+    @property
     def message_device(self) -> torch.device:
         """The device for sending a CPU tensor: the CPU for Gloo, a GPU for NCCL."""
         return torch.device("cpu") if self.is_over_gloo else torch.device("cuda", torch.cuda.current_device())

@@ -125,6 +125,15 @@ def _check_events(folder: str, steps: list[StepStats], rows: list[dict[str, floa
     assert image.height > 100
 
 
+def test_short_epochs_redraw_the_image_only_at_the_end(tmp_path: Path) -> None:
+    watch([DensityMonitor()], logger=TensorBoardLogger(str(tmp_path)), limit_train_batches=2)
+    run_workers(_check_images, 1, str(tmp_path), process_group=False)
+
+
+def _check_images(folder: str) -> None:
+    assert [image.step for image in _events(folder).Images("sparse/log10_layer_density")] == [2, 6]
+
+
 def test_monitors_count_and_log_nothing_in_barebones_mode() -> None:
     monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
     first, _ = watch(monitors, barebones=True, log_every_n_steps=0, max_steps=4)

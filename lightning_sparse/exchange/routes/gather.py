@@ -110,7 +110,7 @@ class GatherTransfer(Transfer):
 
     def complete(self) -> None:
         """Average the payloads on a GPU; the result is final unless a capacity was exceeded."""
-        if not self._is_averaged and is_available(self.out.device):
+        if not self._is_averaged and self.take_payloads is None and is_available(self.out.device):
             average(self.format, self._wait_for_payloads(), self.out, self.buffers, by_senders=self.by_senders)
             self._is_averaged = True
 

@@ -48,10 +48,10 @@ class RandomNumbers:
 
 @dataclass
 class _Own:
-    """The state of a worker between its turns, by name."""
+    """The state of a worker between its turns, by name; buffers by layer and name."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,9 +66,10 @@ class Turns:
     def begin_step(self) -> None:
         """Drop unused gradients, as Lightning does, and take rank 0's buffers, as DDP does."""
         for own in self._own:
-            own.gradients, own.buffers = {}, {}
+            own.gradients, own.buffers = {}, []
         # Once per step, because a walk through the model takes as long as several kernels.
         self._parameters = named_parameters(self._module)
+        self._buffers = [layer._buffers for layer in self._module.modules()]
 
     def share_replaced_attributes(self) -> None:
         """Copy own attributes that hooks have replaced since rank 0's turn to all workers."""
@@ -109,18 +110,25 @@ class Turns:
         return taken
 
     def _current(self) -> _Own:
-        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
+        buffers = [
+            {name: buffer.clone() for name, buffer in layer.items() if buffer is not None} for layer in self._buffers
+        ]
         return _Own(self._gradients(), buffers, self._attributes())
 
     def _put(self, own: _Own) -> None:
         for name, parameter in self._parameters.items():
             parameter.grad = own.gradients.get(name)
-        buffers = {name: buffer for name, buffer in self._module.named_buffers() if name in own.buffers}
-        for name, buffer in buffers.items():
-            if buffer.shape != own.buffers[name].shape:  # it grows
-                buffer.data = own.buffers[name]
+        buffers, values = [], []
+        for layer, saved in zip(self._buffers, own.buffers, strict=False):  # none before a worker's first turn
+            for name, value in saved.items():
+                if (buffer := layer.get(name)) is None:
+                    continue
+                if buffer.shape != value.shape:  # it grows
+                    buffer.data = value
+                buffers.append(buffer)
+                values.append(value)
         if buffers:
-            torch._foreach_copy_(list(buffers.values()), [own.buffers[name] for name in buffers])
+            torch._foreach_copy_(buffers, values)
         for name, value in own.attributes.items():
             setattr(self._module, name, value)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.grouping import ParameterBucket, as_parameter, bucketed, in_memory_order, require_strides
+from lightning_sparse.engine.grouping import ParameterBucket, as_parameter, bucketed, flatten_as, require_strides
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.engine.warmup import warm_up_steps
@@ -47,7 +47,7 @@ class SimulatedWorker(Averager):
         return {}
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return averages of the sent values by name; they count from ``commit`` on. Collective.
+        """Return averages of the sent values by name on rank 0; they count from ``commit`` on. Collective.
 
         Args:
             gradients: gradients of this worker; missing ones are not sent.
@@ -65,8 +65,8 @@ class SimulatedWorker(Averager):
         self._engine.finish()
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._parameters.keys() - gradients.keys())
-        averages = {}
-        for bucket in buckets:
+        averages: dict[str, Tensor] = {}
+        for bucket in buckets if self.workers.needs_averages else ():
             average = bucket.average.to(bucket.gradient.dtype)
             for name, start, end in bucket.layout.spans():
                 averages[name] = as_parameter(average[start:end], self._parameters[name])
@@ -86,10 +86,10 @@ class SimulatedWorker(Averager):
     def _flat(self, bucket: ParameterBucket, gradients: Mapping[str, Tensor]) -> FlatBucket:
         index, layout = bucket.index, bucket.layout
         parts = [
-            in_memory_order(gradients[name].flatten(), parameter) if name in gradients else torch.zeros_like(parameter)
+            flatten_as(parameter, gradients[name]) if name in gradients else parameter.new_zeros(parameter.numel())
             for name, parameter in zip(layout.names, bucket.parameters, strict=True)
         ]
-        flat = torch.cat([part.flatten() for part in parts])
+        flat = torch.cat(parts)
         residual = self.residuals.bucket(index, layout, flat)
         left_out = [(start, end) for name, start, end in layout.spans() if name not in gradients]
         return FlatBucket(index, layout, flat, residual, bucket is self._buckets[-1], left_out=left_out)
