@@ -126,11 +126,7 @@ def _end_workers() -> None:
 
 
 def _wait_until_one_fails(workers: Sequence[_Worker], timeout: float) -> list[_Worker]:
-    """Return the workers that wait for another call, or none if any failed.
-
-    Raises:
-        TimeoutError: some workers still run after ``timeout`` seconds.
-    """
+    """Return the workers that wait for another call, or none if any failed; raise TimeoutError after ``timeout`` s."""
     deadline = time.monotonic() + timeout
     failed = False
     staying = []

@@ -65,11 +65,11 @@ class DensityMonitor(StepMonitor):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
+        self._history = _LayerHistory(self._history.max_columns)
+        self._next_image, self._drawn_step = 0.0, trainer.global_step
         strategy = trainer.strategy
         if not isinstance(strategy, SparseStrategy):
             return
-        self._history = _LayerHistory(self._history.max_columns)
-        self._next_image, self._drawn_step = 0.0, trainer.global_step
         self._target_density = target_density(strategy.sparsifier)
         self._averages = strategy.state.kind.removesuffix("s")
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"

@@ -134,6 +134,13 @@ def _check_images(folder: str) -> None:
     assert [image.step for image in _events(folder).Images("sparse/log10_layer_density")] == [2, 6]
 
 
+def test_a_dense_fit_does_not_draw_the_layers_of_an_earlier_fit() -> None:
+    monitor = DensityMonitor()
+    monitor._history.columns.append({"weight": 0.5})  # as an earlier fit leaves them
+    quiet_trainer("auto", callbacks=[monitor], max_steps=1, limit_val_batches=0).fit(Classifier(), data())
+    assert not monitor._history.columns
+
+
 def test_monitors_count_and_log_nothing_in_barebones_mode() -> None:
     monitors = [DensityMonitor(), ErrorMonitor(per_layer=True)]
     first, _ = watch(monitors, barebones=True, log_every_n_steps=0, max_steps=4)

@@ -91,14 +91,17 @@ class Forgetting(InPlace):
 
 
 class WithBuffer(Classifier):
-    """Sums its inputs in a buffer and collects some in a growing buffer; its forward uses both."""
+    """Sums its inputs in a buffer, collects some in a growing buffer, and fills another for the next batch."""
 
     def __init__(self, make_optimizer: Any = None) -> None:
         super().__init__(make_optimizer)
         self.register_buffer("seen", torch.zeros(8))
         self.register_buffer("first_inputs", torch.zeros(1, 8))
+        self.register_buffer("center", None)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        center, self.center = self.center, inputs.detach().mean(dim=0) if self.center is None else None
+        inputs = inputs if center is None else inputs - center
         self.seen += inputs.detach().mean(dim=0)
         self.first_inputs = torch.cat([self.first_inputs, inputs[:1].detach()])
         return super().forward(inputs + 0.1 * self.seen + self.first_inputs.mean(dim=0))

@@ -82,8 +82,7 @@ def workers(num_workers: int, folder: Path, function: Callable[..., Any], *args:
 def _start(process: Any) -> None:
     """Start a process that no other thread polls.
 
-    ``Process.start()`` polls every known child. If that happens while another thread joins the same child, one of the
-    two reads its exit code, the other reads nothing and reports 255.
+    ``Process.start()`` polls every known child. A thread that joins this child meanwhile may report 255.
     """
     with _starting:
         process.start()

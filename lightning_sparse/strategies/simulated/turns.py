@@ -51,7 +51,7 @@ class _Own:
     """The state of a worker between its turns, by name; buffers by layer and name."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    buffers: list[dict[str, Tensor | None]] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,7 +111,8 @@ class Turns:
 
     def _current(self) -> _Own:
         buffers = [
-            {name: buffer.clone() for name, buffer in layer.items() if buffer is not None} for layer in self._buffers
+            {name: None if buffer is None else buffer.clone() for name, buffer in layer.items()}
+            for layer in self._buffers
         ]
         return _Own(self._gradients(), buffers, self._attributes())
 
@@ -120,8 +121,12 @@ class Turns:
             parameter.grad = own.gradients.get(name)
         buffers, values = [], []
         for layer, saved in zip(self._buffers, own.buffers, strict=False):  # none before a worker's first turn
+            for name in layer.keys() - saved.keys():
+                del layer[name]
             for name, value in saved.items():
-                if (buffer := layer.get(name)) is None:
+                buffer = layer.get(name)
+                if buffer is None or value is None or buffer.dtype != value.dtype:
+                    layer[name] = value
                     continue
                 if buffer.shape != value.shape:  # it grows
                     buffer.data = value

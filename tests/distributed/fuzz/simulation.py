@@ -114,11 +114,7 @@ class Simulation:
         return (self.threshold or 0.0) if own is None else own
 
     def discard(self, step: int, scale: float | None) -> float:
-        """Simulate a backward with dropped gradients, which changes only the calibration.
-
-        Returns:
-            (1/n) Σ_i ‖g_i‖².
-        """
+        """Simulate a backward with dropped gradients, which changes only the calibration; return (1/n) Σ_i ‖g_i‖²."""
         self.lose_open()
         norms = []
         for worker in range(self.case.num_workers):

@@ -222,8 +222,7 @@ def run_case(case: Case) -> tuple[str | None, Counter[str]]:
     """Run a case as a worker of a process group. Collective.
 
     Returns:
-        The first difference or None, equal on every worker; and, on rank 0, how many steps had each feature. Other
-        ranks return empty counts.
+        The first difference or None, equal on every worker; and how many steps had each feature, on rank 0 only.
     """
     training = Training(case)
     checker = Checker(case)
