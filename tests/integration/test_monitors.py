@@ -137,7 +137,7 @@ def _check_images(folder: str) -> None:
 def test_a_dense_fit_does_not_draw_the_layers_of_an_earlier_fit() -> None:
     monitor = DensityMonitor()
     monitor._history.columns.append({"weight": 0.5})  # as an earlier fit leaves them
-    quiet_trainer("auto", callbacks=[monitor], max_steps=1, limit_val_batches=0).fit(Classifier(), data())
+    monitor.on_fit_start(quiet_trainer("auto", num_workers=1), Classifier())
     assert not monitor._history.columns
 
 
