@@ -137,7 +137,7 @@ class Engine:
             by_senders=self.options.averages_senders and not sends_all,
         )
         if not (self.workers.needs_averages or self.sparsifier.needs_averages):
-            transfer.take_payloads = lambda *_: None
+            transfer.take_payloads = lambda *_: None  # nobody reads this worker's average
         header = self._extraction.fill(bucket, transfer, measures_gradient=self.calibrator.is_running)
         if bucket.notes is not None:
             header = torch.cat([header, bucket.notes])

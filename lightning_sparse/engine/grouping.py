@@ -72,22 +72,19 @@ def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flatten_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor of a parameter's shape, flat in the parameter's memory order; a view if possible."""
+    """Return a tensor flat, in a parameter's memory order; a view if possible. ``as_parameter`` reverses it.
+
+    Args:
+        parameter: the parameter.
+        tensor: has the parameter's shape, or is flat in the order of indices; complex numbers are two real ones.
+    """
+    parameter = as_real(parameter)
+    tensor = tensor.view(parameter.shape)
     if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return tensor.flatten()
     if tensor.stride() != parameter.stride():
         tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def in_memory_order(residual: Tensor, parameter: Tensor) -> Tensor:
-    """Return a flat residual in the order of DDP's buckets, from the order of indices; ``as_parameter`` reverses it."""
-    if parameter.is_contiguous():
-        return residual
-    laid_out = torch.empty_like(residual)
-    view = as_parameter(laid_out, parameter)
-    view.copy_(residual.view(view.shape))
-    return laid_out
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.grouping import as_parameter, in_memory_order, kept_dtype, real_numel
+from lightning_sparse.engine.grouping import as_parameter, flatten_as, kept_dtype, real_numel
 from lightning_sparse.exchange.buffers import record_current_stream
 from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -99,7 +99,7 @@ class ResidualMemory:
         self._places.clear()
         self._loaded = {name: residual.detach().clone().flatten() for name, residual in state.items()}
         for name in self._loaded.keys() & self._parameters.keys():
-            self._loaded[name] = in_memory_order(self._loaded[name], self._parameters[name])
+            self._loaded[name] = flatten_as(self._parameters[name], self._loaded[name])
 
     def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_ResidualPair":
         formers = {self._places[name][0] for name in layout.names if name in self._places}

@@ -24,7 +24,6 @@ class ThreadWorkers:
         self._barrier = Barrier(num_workers)
         self._turn = Lock()
         self._parts: list[Any] = [None] * num_workers
-        self.total = torch.empty(0)
         self.workers = [_ThreadWorker(None, rank, num_workers, self) for rank in range(num_workers)]
         self._threads = ThreadPoolExecutor(num_workers)  # its threads end with this object
 
@@ -83,12 +82,14 @@ class _ThreadWorker(Workers):
         return Pending()
 
     def all_reduce(self, tensor: Tensor) -> Pending:
+        total = None
         with self.threads.gather_parts(self.rank, tensor) as (first, *others):
-            if self.rank == 0:
-                self.threads.total = first.clone()
+            if self.rank == 0:  # once for all workers
+                total = first.clone()
                 for other in others:
-                    self.threads.total += other
-        tensor.copy_(self.threads.total)
+                    total += other
+        with self.threads.gather_parts(self.rank, total) as (total, *_):
+            tensor.copy_(total)
         return Pending()
 
     def gather_objects_to_first(self, local_value: Any) -> list[Any]:

@@ -121,7 +121,7 @@ class Turns:
             parameter.grad = own.gradients.get(name)
         buffers, values = [], []
         for layer, saved in zip(self._buffers, own.buffers, strict=False):  # none before a worker's first turn
-            for name in layer.keys() - saved.keys():
+            for name in layer.keys() - saved.keys():  # registered in another worker's turn
                 del layer[name]
             for name, value in saved.items():
                 buffer = layer.get(name)

@@ -47,7 +47,9 @@ class SimulatedWorker(Averager):
         return {}
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return averages of the sent values by name on rank 0; they count from ``commit`` on. Collective.
+        """Exchange gradients; the exchange counts from ``commit`` on. Collective.
+
+        Returns averages of the sent values by name on rank 0, and nothing on other ranks.
 
         Args:
             gradients: gradients of this worker; missing ones are not sent.
@@ -66,7 +68,9 @@ class SimulatedWorker(Averager):
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._parameters.keys() - gradients.keys())
         averages: dict[str, Tensor] = {}
-        for bucket in buckets if self.workers.needs_averages else ():
+        if not self.workers.needs_averages:
+            return averages
+        for bucket in buckets:
             average = bucket.average.to(bucket.gradient.dtype)
             for name, start, end in bucket.layout.spans():
                 averages[name] = as_parameter(average[start:end], self._parameters[name])
