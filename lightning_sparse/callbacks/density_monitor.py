@@ -22,7 +22,7 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 LAYER_COLUMNS = 62
 """The width of a layer's name and size in the table, which has 80 columns."""
 IMAGE_INTERVAL = 100
-"""Time between two images within a run, in units of the time for drawing one."""
+"""Shortest time between two images within a run, as a multiple of the time for drawing one."""
 TOTALS = ("steps", "selected", "elements", "density", "payload_bytes", "dense_bytes", "dense_steps")
 """Numbers that are summed over all exchanges, and over those of the calibration."""
 
@@ -33,8 +33,8 @@ class DensityMonitor(StepMonitor):
     - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged after every batch, for any logger.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
       (``sparse/layer_density``), a scalar per layer (``sparse/layer_density/<name>``) in any other logger.
-    - One image in TensorBoard, layers × steps, of log10 density. Updated at the end of the run, and at the end of an
-      epoch if drawing has taken at most 1 % of the time. Needs matplotlib.
+    - One image in TensorBoard, layers × steps, of log10 density. Updated at the end of ``fit``, and after an epoch
+      unless the last image is younger than 100 times its drawing time. Needs matplotlib.
     - Step times: medians of dense steps (those of the calibration), of sparse steps, and of the wait for the exchange.
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
       ``fit``, and a sentence under the table says what the sparse exchange gains.
@@ -61,6 +61,7 @@ class DensityMonitor(StepMonitor):
         self._averages, self._sender = "gradient", "worker"
         self._times = StepTimes()
         self._next_image, self._drawn_step = 0.0, 0
+        self._layer_names: list[str] = []
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,6 +71,7 @@ class DensityMonitor(StepMonitor):
         strategy = trainer.strategy
         if not isinstance(strategy, SparseStrategy):
             return
+        self._layer_names = list(strategy.state.parameters)
         self._target_density = target_density(strategy.sparsifier)
         self._averages = strategy.state.kind.removesuffix("s")
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
@@ -121,7 +123,7 @@ class DensityMonitor(StepMonitor):
         self._drawn_step = trainer.global_step
         for logger in tensorboard_loggers(trainer) if self._history.columns else []:
             try:
-                figure = self._history.figure()
+                figure = self._history.figure(self._layer_names)
             except ModuleNotFoundError:
                 rank_zero_warn("DensityMonitor needs matplotlib for its image. Run `pip install matplotlib`.")
                 return
@@ -206,12 +208,11 @@ class _LayerHistory:
         ranked = sorted(average.items(), key=lambda item: -item[1])
         return [(name, self._sizes[name], density) for name, density in ranked[:count]]
 
-    def figure(self) -> Any:
-        """Draw layers × steps in log10 of density; white without sent values."""
+    def figure(self, layer_names: Sequence[str]) -> Any:
+        """Draw layers × steps in log10 of density, in the given order; white without sent values."""
         from matplotlib.figure import Figure
 
-        # DDP's buckets hold layers in reverse. Reversed again, the image starts at the model's input.
-        names = list(self.columns[-1])[::-1]
+        names = [name for name in layer_names if name in self.columns[-1]]
         densities = torch.tensor([[column.get(name, 0.0) for column in self.columns] for name in names])
         figure = Figure(figsize=(10, max(2.5, 0.16 * len(names) + 1)), layout="constrained")
         axes = figure.add_subplot()

@@ -104,7 +104,8 @@ class ImageClassifier(LoggedClassifier):
         momentum: Nesterov momentum.
         weight_decay: of all parameters except those of normalisation layers.
         normalisation: ``batch``, or ``group`` for workers with different classes, which uses no batch statistics.
-        channels_last: stores images and filters with channels last, which was faster on a GPU (H200).
+        channels_last: stores images and filters with channels last, which was faster on a GPU (H200). Below a width of
+            8, torch 2.15 crashes with it on CPUs without AVX-512.
 
     Raises:
         ValueError: an invalid network or normalisation.

@@ -1,7 +1,6 @@
 """The scripts of docs/examples.
 
-One starts with the command in its header. For the others, forked processes get torchrun's variables, because a process
-that imports everything itself takes five seconds of a core.
+One starts with the command in its header. For the others, forked processes get torchrun's variables, which is faster.
 """
 
 import importlib.util

@@ -25,8 +25,10 @@ from lightning_sparse import (
     ErrorMonitor,
     LayerLayout,
     LocalHardThresholdStrategy,
+    SimulatedWorkersStrategy,
     SparseDDPStrategy,
     StepStats,
+    TopK,
 )
 from lightning_sparse.callbacks.error_monitor import _add_histograms
 from lightning_sparse.engine.step_stats import LayerStats
@@ -132,6 +134,14 @@ def test_short_epochs_redraw_the_image_only_at_the_end(tmp_path: Path) -> None:
 
 def _check_images(folder: str) -> None:
     assert [image.step for image in _events(folder).Images("sparse/log10_layer_density")] == [2, 6]
+
+
+@on_workers(1, process_group=False)
+def test_the_image_shows_layers_in_the_order_of_the_model() -> None:
+    monitor, strategy = DensityMonitor(), SimulatedWorkersStrategy(TopK(0.1), 2)
+    quiet_trainer(strategy, callbacks=[monitor]).fit(Classifier(), data(), data())
+    labels = monitor._history.figure(monitor._layer_names).axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == list(SIZES)
 
 
 def test_a_dense_fit_does_not_draw_the_layers_of_an_earlier_fit() -> None:

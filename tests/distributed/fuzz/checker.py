@@ -119,14 +119,7 @@ class Checker:
     def check_settled(
         self, step: int, has_stepped: tuple[bool, bool], residuals: list[dict[str, Tensor]], what: str = "settled"
     ) -> None:
-        """Raise a Difference unless the settled residuals equal the simulation.
-
-        Args:
-            step: its number.
-            has_stepped: whether the optimizers of even and odd layers stepped.
-            residuals: residuals of every worker by name, after the step.
-            what: adjective for the message.
-        """
+        """Raise a Difference unless the residuals after steps of optimizers (even, odd layers) equal the simulation."""
         self.simulation.settle(has_stepped)
         if any(has_stepped):
             self.note_shared()
