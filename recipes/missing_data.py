@@ -1,4 +1,4 @@
-"""Raises an error about missing data on all workers."""
+"""Raises errors about missing data on all workers."""
 
 import tarfile
 from collections.abc import Callable, Iterator
@@ -29,24 +29,12 @@ def failing_together() -> Iterator[None]:
     """Raise any worker's error on all workers. Every rank enters it, because nodes may have different disks.
 
     Raises:
-        MissingDataError: this worker's own error, else that of another worker.
+        MissingDataError: another worker has raised an error, with that worker's rank.
     """
+    from lightning_sparse.exchange.agreement import raised_together  # recipes.compare and recipes.plot need no torch
+
     try:
-        yield
-    except MissingDataError as error:
-        _messages(str(error))
-        raise
-    for worker, message in enumerate(_messages(None)):
-        if message is not None:
-            raise MissingDataError(f"Worker {worker} has no data: {message}")
-
-
-def _messages(own: str | None) -> list[str | None]:
-    """Return each worker's message, None for workers without an error. Every rank calls this."""
-    import torch.distributed as dist  # here, because recipes.compare and recipes.plot do not need torch
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return [own]
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, own)
-    return messages
+        with raised_together():
+            yield
+    except RuntimeError as error:
+        raise MissingDataError(str(error)) from error

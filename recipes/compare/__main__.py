@@ -27,7 +27,7 @@ average density is within 10 % of the target. The file may also hold the options
 
 Finished runs stay in ``--output`` and are not repeated: the same command continues an interrupted comparison. It also
 writes ``runs.csv``, with one row and the command per run, and two pictures. ``volume.png`` shows the metric against the
-bytes sent. ``steps.png`` shows the metric, error norm, total error and density by step. The recipe must log every step.
+bytes sent. ``steps.png`` shows the metric, error norm, total error and density by step.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from recipes.compare.runs import make_folder_name
 from recipes.compare.variants import Grid, Variant, expand_variants, parse_grid, parse_variant
 from recipes.demo import REPOSITORY
 
-RESERVED = ("--seed_everything", "--config", "--trainer.logger")
+RESERVED = ("--seed_everything", "--config", "--trainer.logger", "--trainer.log_every_n_steps")
 """Arguments that the comparison sets for each run; variants must not set them or their children."""
 
 

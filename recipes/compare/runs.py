@@ -83,7 +83,7 @@ class Runs:
         """Return the command that makes a run in ``folder``."""
         fit = [sys.executable, "-m", "recipes", "fit"]
         config, *rest = self._arguments(variant, choice, seed)
-        return [*fit, config, f"--trainer.logger.save_dir={folder}", *rest]
+        return [*fit, config, f"--trainer.logger.save_dir={folder}", "--trainer.log_every_n_steps=1", *rest]
 
     def command_to_repeat(self, variant: Variant, choice: Choice, seed: int) -> str:
         """Return a shell command that repeats a run outside the comparison's folder."""

@@ -10,11 +10,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from recipes.learning_rate import schedule_by_epoch
 from recipes.lstm_wikitext2.data import IGNORED
+from recipes.mean_loss import MeanLoss, Perplexity
 
 WIKITEXT2_VOCABULARY_SIZE = 33_278
 PAPER_HIDDEN_SIZE = 650
@@ -80,32 +81,6 @@ class TiedLSTM(nn.Module):
         return self.decoder(self.dropout(output)), hidden
 
 
-class CorpusPerplexity(Metric):
-    """A metric: exp of the mean cross-entropy over all words of all workers."""
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-    summed_loss: Tensor
-    num_words: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("summed_loss", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("num_words", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    @override
-    def update(self, summed_loss: Tensor, num_words: Tensor) -> None:
-        """Add the summed cross-entropy, in nats, and the number of words; both are scalars."""
-        self.summed_loss += summed_loss.detach()
-        self.num_words += num_words
-
-    @override
-    def compute(self) -> Tensor:
-        """Return the perplexity since the last reset."""
-        return (self.summed_loss / self.num_words).exp().float()
-
-
 class LSTMLanguageModel(LightningModule):
     """A module that trains a word-level LSTM, with the paper's hyper-parameters as defaults.
 
@@ -144,11 +119,11 @@ class LSTMLanguageModel(LightningModule):
         self.save_hyperparameters()
         self.network = TiedLSTM(vocabulary_size, hidden_size, num_layers, dropout)
         self.hidden: dict[Stage, Hidden | None] = {"train": None, "val": None, "test": None}
-        self.train_perplexity = CorpusPerplexity()
-        self.val_perplexity = CorpusPerplexity()
-        self.test_perplexity = CorpusPerplexity()
-        self.val_loss = MeanMetric()
-        self.test_loss = MeanMetric()
+        self.train_perplexity = Perplexity()
+        self.val_perplexity = Perplexity()
+        self.test_perplexity = Perplexity()
+        self.val_loss = MeanLoss()
+        self.test_loss = MeanLoss()
         self.val_mean_of_windows = MeanMetric()
         self.test_mean_of_windows = MeanMetric()
 
@@ -203,14 +178,14 @@ class LSTMLanguageModel(LightningModule):
         batch: tuple[Tensor, Tensor],
         batch_idx: int,
         stage: Stage,
-        perplexity: CorpusPerplexity,
-        loss: MeanMetric,
+        perplexity: Perplexity,
+        loss: MeanLoss,
         mean_of_windows: MeanMetric,
     ) -> None:
         summed_loss, num_words = self._summed_loss(batch, batch_idx, stage)
         window_loss = summed_loss / num_words.clamp(min=1)
         perplexity.update(summed_loss, num_words)
-        loss.update(window_loss, num_words)
+        loss.update(summed_loss, num_words)
         mean_of_windows.update(window_loss.exp(), num_words > 0)
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}/loss", loss, **options)

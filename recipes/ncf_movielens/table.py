@@ -1,7 +1,6 @@
 """Reads MovieLens' ``ratings.csv`` as a table of numbers and reports the first invalid row."""
 
 import csv
-import mmap
 import re
 import warnings
 from pathlib import Path
@@ -43,8 +42,6 @@ def read_table(path: Path) -> pd.DataFrame:
             f"{path}, row 1: no column {', '.join(missing)}. The header is {','.join(found)}. Must contain "
             f"{','.join(COLUMNS)}."
         )
-    if (with_zero := _describe_first_zero_byte(path, found)) is not None:
-        raise InvalidRatingsError(with_zero)
     # With a selection of columns, pandas would accept rows with too many fields.
     if len(found) > len(COLUMNS):
         options["usecols"] = list(COLUMNS)
@@ -86,21 +83,6 @@ def _describe_first_bad_row(path: Path, options: dict[str, Any], error: Exceptio
         expected, line, seen = too_many.groups()
         return f"{path}, row {line}: {seen} fields, expected {expected}."
     return f"{path}: {error}"
-
-
-def _describe_first_zero_byte(path: Path, header: list[str]) -> str | None:
-    """Return row and reason of the first zero byte, which ends a number for pandas 2."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        offset = content.find(b"\0")
-        if offset < 0:
-            return None
-        start = content.rfind(b"\n", 0, offset) + 1
-        row = content[:start].count(b"\n") + 1
-        field = content[start:offset].count(b",")
-        content.seek(start)
-        fields = content.readline().rstrip(b"\r\n").decode(errors="replace").split(",")
-    name = header[field] if field < len(header) else f"field {field + 1}"
-    return f"{path}, row {row}: {name} {fields[field]!r} is not {_EXPECTED.get(COLUMNS.get(name, ''), 'text')}."
 
 
 def _is_whole(text: str) -> bool:

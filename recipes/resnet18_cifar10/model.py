@@ -7,11 +7,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from recipes.learning_rate import schedule_by_epoch
+from recipes.mean_loss import MeanLoss
 from recipes.resnet18_cifar10.architectures import PAPER_WIDTH, Architecture, build_network, use_group_norm
 from recipes.resnet18_cifar10.images import IGNORED_LABEL
 
@@ -79,9 +79,7 @@ class LoggedClassifier(LightningModule):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "test", self.test_loss, self.test_accuracy)
 
-    def _evaluate(
-        self, batch: tuple[Tensor, Tensor], stage: str, loss: "MeanLoss", accuracy: MulticlassAccuracy
-    ) -> None:
+    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str, loss: MeanLoss, accuracy: MulticlassAccuracy) -> None:
         images, labels = batch
         logits = self(images)
         loss.update(self.loss(logits, labels), (labels != IGNORED_LABEL).sum())
@@ -150,32 +148,6 @@ class ImageClassifier(LoggedClassifier):
             nesterov=options["momentum"] > 0,
         )
         return schedule_by_epoch(self, optimizer)
-
-
-class MeanLoss(Metric):
-    """The mean loss of all images of all workers, each counted once.
-
-    Lightning's mean is wrong if workers have different numbers of images: it divides by the rounded mean number.
-    """
-
-    total: Tensor
-    num_counted: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("num_counted", torch.tensor(0), dist_reduce_fx="sum")
-
-    @override
-    def update(self, total: Tensor, num_counted: Tensor) -> None:
-        """Add the summed loss and the number of counted images, both 0-d tensors; the number may be 0."""
-        self.total += total
-        self.num_counted += num_counted
-
-    @override
-    def compute(self) -> Tensor:
-        """Return the mean loss."""
-        return self.total / self.num_counted
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

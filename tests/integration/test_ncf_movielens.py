@@ -350,7 +350,6 @@ class TestFile:
             (["1,9,4.0"], "row 4: timestamp '' is not a whole number"),
             (["1,9,4,0,5"], "row 4: 5 fields, expected 4"),
             (['"1,9,4.0,5'], "row 4: userId '\"1' is not a whole number"),
-            (["1,9\x00,4.0,5"], "row 4: movieId '9\\x00' is not a whole number"),
             (["1,2147483648,4.0,5"], "row 4: movieId 2147483648 is not within 0…2147483647"),
             (["1,-9,4.0,5"], "row 4: movieId -9 is not within"),
             (["1,9,4.0,9223372036854775808"], "row 4: timestamp '9223372036854775808' is not a whole number of 64"),

@@ -361,7 +361,7 @@ MISSING = "is missing and could not be fetched"
         (NCF, {"ml-20m/ratings.csv": RATINGS}, r"ratings\.csv, row 4: movieId 'two' is not a whole number"),
         (LSTM, {}, rf"^wikitext-2-v1\.zip {MISSING}.* Put the file from https\S+ at ROOT/.*data\.source=builtin\.$"),
         (LSTM, WORDS | {"wikitext-2/wiki.valid.tokens": ""}, r"ROOT/wikitext-2/wiki\.valid\.tokens is empty"),
-        pytest.param(LSTM, ELSEWHERE, "^Worker 1 has no data: .*is empty", marks=pytest.mark.representative),
+        pytest.param(LSTM, ELSEWHERE, "^Rank 1: .*is empty", marks=pytest.mark.representative),
     ],
     ids=["no images", "no ratings", "wrong ratings", "no text", "empty text", "empty text on worker 1"],
 )
@@ -369,7 +369,7 @@ def test_unusable_data_end_all_workers_with_a_single_line(folder, files, message
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    root = tmp_path / "RANK" if "Worker 1" in message else tmp_path
+    root = tmp_path / "RANK" if "Rank 1" in message else tmp_path
     first, second = run_workers(fit_without_network, 2, folder, str(root), process_group=False)
     assert re.search(message.replace("ROOT", re.escape(str(tmp_path))), first), first
     assert "\n" not in first
