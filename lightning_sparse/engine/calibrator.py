@@ -45,7 +45,7 @@ class Calibrator:
         self._observed_steps = 0
         sparsifier = self._sparsifier
         if sparsifier is not None and sparsifier.density is not None:
-            sparsifier.forget_calibration()
+            sparsifier.fix_threshold(None)
             self._running = ThresholdCalibration(sparsifier.density, sparsifier.calibration_steps, sparsifier.overshoot)
 
     @property
@@ -134,9 +134,10 @@ class Calibrator:
                 if names is None or name in names:
                     share = share_of_layer(sparsifier.density, layer.num_elements)
                     thresholds[name] = self._corrected(name, thresholds[name], layer, share)
-        sparsifier.fix_layers(thresholds)
+        if thresholds:
+            sparsifier.fix_threshold(max(thresholds.values()), thresholds)
 
-    def _corrected(self, name: str, threshold: float, stats: StepStats | LayerStats, density: float) -> float:
+    def _corrected(self, name: str, threshold: float, stats: LayerStats, density: float) -> float:
         assert self._sparsifier is not None
         assert self._sparsifier.density is not None
         control = self._controls.get(name)
@@ -159,8 +160,7 @@ class Calibrator:
         """Continue from the state of a calibrator whose sparsifier has the same settings."""
         self._unconfirmed = None
         if self._sparsifier is not None and saved["threshold"] is not None:
-            self._sparsifier.fix_threshold(saved["threshold"])
-            self._sparsifier.fix_layers(saved["layer_thresholds"])
+            self._sparsifier.fix_threshold(saved["threshold"], saved["layer_thresholds"])
             self._running = None
             self._controls = {name: DensityControl(**control) for name, control in saved["controls"].items()}
         elif self._running is not None and saved["calibration"] is not None:

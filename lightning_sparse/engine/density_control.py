@@ -5,7 +5,7 @@ from math import exp, isfinite, log, sqrt
 
 from torch import finfo, float32
 
-from lightning_sparse.engine.step_stats import LayerStats, StepStats
+from lightning_sparse.engine.step_stats import LayerStats
 
 FEWEST_STEPS = 3  # of a calibration
 STABLE = 0.2
@@ -17,18 +17,18 @@ HORIZON = 100
 GAIN = 0.04
 """λ changes by this share of the ratio, in logarithms. Density is roughly proportional to 1/λ², so gain and average
 form a loop with a damping ratio of 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
-UNHURRIED, FASTEST = 0.01, 5.0
-"""The pace is 1 up to this density and then grows in proportion, up to this maximum. A change of λ takes effect in
-about 1 / density steps, and a training may have only 40 exchanges. At a higher pace, λ would oscillate if all
+DENSITY_OF_PACE_1, LARGEST_PACE = 0.01, 5.0
+"""The pace is 1 up to this density and then grows in proportion to the density, up to this pace. A change of λ takes
+effect in about 1 / density steps, and a training may have only 40 exchanges. At a higher pace, λ would oscillate if all
 coordinates move about equally far, as with Adam."""
-FURTHEST = log(16.0)
-"""The controller limits the ratio of running to target density to this factor."""
-FAR_TOO_MUCH, CATCHING_UP = 2.0, 0.2
-"""If both the running and the current density exceed the target by this factor, λ also grows by this share of the
+LOG_RATIO = log(16.0)
+"""The controller limits the logarithm of the ratio of running to target density to this."""
+EXCESS_FACTOR, EXCESS_GAIN = 2.0, 0.2
+"""If both the running and the current density exceed the target by the factor, λ also grows by the gain times the
 excess: after calibration in the first warmup steps, λ is soon a hundred times too small. At a pace of 1, λ grows by at
 most 95 % per step and falls by at most 11 %. At the highest pace, it triples or falls by 43 %."""
-MOST_OWED = log(4.0)
-"""The controller's aim is within this factor of the target density."""
+LOG_AIM = log(4.0)
+"""The largest distance of the controller's aim from the target density, in logarithms."""
 SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
 """λ stays between these: it is compared with float32 values."""
 MOST_FOR_ONE = 0.5
@@ -91,7 +91,7 @@ def pace_of(density: float) -> float:
         >>> [pace_of(density) for density in (0.001, 0.01, 0.03, 0.3)]
         [1.0, 1.0, 3.0, 5.0]
     """
-    return min(FASTEST, max(1.0, density / UNHURRIED))
+    return min(LARGEST_PACE, max(1.0, density / DENSITY_OF_PACE_1))
 
 
 @dataclass
@@ -102,7 +102,7 @@ class DensityControl:
 
         owed   = Σ (asked − seen)                          in steps at the target density
         aim    = asked · exp(owed · pace / HORIZON)        within a factor of four
-        λ      ← λ · (recent / aim) ^ (GAIN · pace) · max(1, min(recent, seen) / (2 · asked)) ^ CATCHING_UP
+        λ      ← λ · (recent / aim) ^ (GAIN · pace) · max(1, min(recent, seen) / (2 · asked)) ^ EXCESS_GAIN
 
     Attributes:
         density: the share of coordinates to send on average, in (0, 1].
@@ -119,7 +119,7 @@ class DensityControl:
     def corrected(
         self,
         threshold: float,
-        stats: StepStats | LayerStats,
+        stats: LayerStats,
         pace: float,
         *,
         keeps_rest: bool = True,
@@ -147,16 +147,16 @@ class DensityControl:
         self.recent += (seen - self.recent) * pace / RECENT_STEPS
         if keeps_rest and seen < 1 and is_all_sent(stats, self.density, overshoot * threshold):
             return threshold
-        most = MOST_OWED * HORIZON / pace
+        most = LOG_AIM * HORIZON / pace
         self.owed = min(most, self.owed + 1 - seen)  # bounded, so that a long deficit is not sent at once
-        aim = max(-MOST_OWED, min(MOST_OWED, self.owed * pace / HORIZON))
-        off = log(self.recent) - aim if self.recent > 0 else -FURTHEST
-        excess = log(max(1.0, min(self.recent, seen) / FAR_TOO_MUCH))
-        change = GAIN * pace * max(-FURTHEST, min(FURTHEST, off)) + CATCHING_UP * min(FURTHEST, excess)
+        aim = max(-LOG_AIM, min(LOG_AIM, self.owed * pace / HORIZON))
+        off = log(self.recent) - aim if self.recent > 0 else -LOG_RATIO
+        excess = log(max(1.0, min(self.recent, seen) / EXCESS_FACTOR))
+        change = GAIN * pace * max(-LOG_RATIO, min(LOG_RATIO, off)) + EXCESS_GAIN * min(LOG_RATIO, excess)
         return max(SMALLEST, min(LARGEST, threshold * exp(change)))
 
 
-def is_all_sent(stats: StepStats | LayerStats, density: float, excess: float) -> bool:
+def is_all_sent(stats: LayerStats, density: float, excess: float) -> bool:
     """Return whether the residual is too small for a smaller λ to send more.
 
     With overshoot, a sent value leaves a residual of κ λ. Such residuals are ignored, up to the number that the density

@@ -14,13 +14,13 @@ from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Statistics of one layer in one step, averaged over the workers.
+    """Statistics of one layer, or of the whole model, in one step.
 
     Attributes:
         num_workers: n.
-        num_elements: elements of the layer.
-        selected: Σ_i k_i of this layer.
-        squared_error: (1/n) Σ_i ‖e_i‖² of this layer after the step, in gradient units squared.
+        num_elements: d, the number of exchanged elements.
+        selected: Σ_i k_i over all workers.
+        squared_error: (1/n) Σ_i ‖e_i‖² after the step, in gradient units squared.
     """
 
     num_workers: int
@@ -30,20 +30,16 @@ class LayerStats:
 
     @property
     def density(self) -> float:
-        """(1/n) Σ_i k_i / num_elements, in 0…1."""
+        """(1/n) Σ_i k_i / d, in 0…1."""
         return self.selected / (self.num_workers * self.num_elements) if self.num_elements else 0.0
 
 
 @dataclass(frozen=True)
-class StepStats:
-    """Statistics of one exchange, the same on every worker.
+class StepStats(LayerStats):
+    """Statistics of one exchange, those of the whole model and more; the same on every worker.
 
     Attributes:
         step: the number of earlier exchanges.
-        num_workers: n.
-        num_elements: d, the elements of all exchanged parameters.
-        selected: Σ_i k_i over all workers.
-        squared_error: (1/n) Σ_i ‖e_i‖² after the step, in gradient units squared.
         squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients during calibration, 0 after it.
         non_finite: the number of NaN and infinite values that all workers sent.
         payload_bytes: bytes that each worker passed to collectives in this step.
@@ -55,10 +51,6 @@ class StepStats:
     """
 
     step: int
-    num_workers: int
-    num_elements: int
-    selected: int
-    squared_error: float
     squared_gradient_norm: float
     non_finite: int
     payload_bytes: int
@@ -67,11 +59,6 @@ class StepStats:
     dense_elements: int = 0
     is_calibration: bool = False
     layers: dict[str, LayerStats] = field(default_factory=dict)
-
-    @property
-    def density(self) -> float:
-        """(1/n) Σ_i k_i / d, in 0…1."""
-        return self.selected / (self.num_workers * self.num_elements) if self.num_elements else 0.0
 
     @property
     def error_norm(self) -> float:

@@ -88,5 +88,5 @@ def _single_worker_engine(engine: Engine, mode: ExchangeMode, names: Sequence[st
     if warmup_engine.calibrator.is_running and not calibrates:
         warmup_engine.calibrator.set_threshold(1.0)  # any λ: calibration is not over
         if warmup_engine.calibrator.needs_layers and isinstance(warmup_engine.sparsifier, HardThreshold):
-            warmup_engine.sparsifier.fix_layers({name: 1.0 + place for place, name in enumerate(names)})
+            warmup_engine.sparsifier.fix_threshold(1.0, {name: 1.0 + place for place, name in enumerate(names)})
     return warmup_engine

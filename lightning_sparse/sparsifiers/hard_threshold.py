@@ -15,9 +15,9 @@ from lightning_sparse.sparsifiers.protocol import Granularity, LayerLayout, Mark
 from lightning_sparse.sparsifiers.rounding import power_of_two
 
 DEFAULT_DENSITY = 0.001
-STEPS = 8
+MIN_STEPS = 8
 """λ is at least this many steps of a grid, so that sent values have the four significant bits of a float8."""
-REACH = 100
+MAX_RATIO = 100
 """Values up to this multiple of the largest λ must be representable."""
 
 
@@ -139,13 +139,13 @@ class HardThreshold(MarkingSparsifier):
         returns None if ``most_steps`` are too few for values far above the largest λ, whose remainders could grow.
         """
         known = [self.current_threshold, *self._calibrated_layers.values(), *self.layer_thresholds.values()]
-        step = power_of_two(min(known) / STEPS) if min(known) > 0 else 0.0
-        return step if 0 < step <= min(known) / STEPS and most_steps * step >= REACH * max(known) else None
+        step = power_of_two(min(known) / MIN_STEPS) if min(known) > 0 else 0.0
+        return step if 0 < step <= min(known) / MIN_STEPS and most_steps * step >= MAX_RATIO * max(known) else None
 
     def why_no_grid(self, most_steps: int) -> str | None:
         """See `Sparsifier.why_no_grid`."""
         known = [*([] if self.threshold is None else [self.threshold]), *self.layer_thresholds.values()]
-        if most_steps < 2 * STEPS * REACH:
+        if most_steps < 2 * MIN_STEPS * MAX_RATIO:
             return (
                 f"with a hard threshold. A threshold takes 8 to 16 of its {most_steps} steps, so it would truncate "
                 "larger values, and residuals could grow without bound. Use 'float8', which takes as many bytes. "
@@ -158,37 +158,27 @@ class HardThreshold(MarkingSparsifier):
             )
         if self.threshold is not None and self.grid_step(most_steps) is None:
             return (
-                f"with thresholds from {min(known):g} to {max(known):g}. Its {most_steps} steps of an eighth of the "
-                "smallest are too few for the largest, or a step is not a float32 number. Use 'bfloat16'."
+                f"with thresholds from {min(known):g} to {max(known):g}. {most_steps} steps of an eighth of the "
+                "smallest do not reach 100 times the largest, or a step is not a float32 number. Use 'bfloat16'."
             )
         return None
 
-    def fix_threshold(self, threshold: float) -> None:
-        """Set λ of all layers, as calibration does when it ends.
+    def fix_threshold(self, threshold: float | None, of_layers: Mapping[str, float] | None = None) -> None:
+        """Set λ of single layers and of all others, as calibration does; None forgets a calibrated λ.
 
         Raises:
             ValueError: a threshold that is negative, NaN or infinite.
         """
-        _check_threshold("threshold", threshold)
-        self._fix(float(threshold), {})
-
-    def fix_layers(self, thresholds: Mapping[str, float]) -> None:
-        """Set λ of layers; others get the largest. Do nothing without layers."""
-        if thresholds:
-            self._fix(max(thresholds.values()), thresholds)
-
-    def _fix(self, threshold: float | None, of_layers: Mapping[str, float]) -> None:
-        self.threshold, self._calibrated_layers = threshold, dict(of_layers)
+        if threshold is not None:
+            _check_threshold("threshold", threshold)
+        self.threshold = None if threshold is None else float(threshold)
+        self._calibrated_layers = dict(of_layers or {})
         self._runs.clear()
 
     @property
     def calibrated_layers(self) -> Mapping[str, float]:
         """Calibrated λ by layer name, without ``layer_thresholds``."""
         return self._calibrated_layers
-
-    def forget_calibration(self) -> None:
-        """Forget λ, which follows from a density."""
-        self._fix(None, {})
 
     def given_threshold(self, name: str) -> float | None:
         """Return λ in ``layer_thresholds`` of the layer with this parameter name, None if it has none."""

@@ -32,7 +32,7 @@ def _says_everything() -> Iterator[None]:
 def step(selected: float, *, error: float = 1.0, dense: float = 0.0, layers: Any = None, calibrates: bool = False):
     """Return the statistics of an exchange in which each worker sent so many of 1,000 coordinates."""
     return StepStats(
-        0, WORKERS, ELEMENTS, int(selected * WORKERS), error, 1.0, 0, 1, 1,
+        WORKERS, ELEMENTS, int(selected * WORKERS), error, 0, 1.0, 0, 1, 1,
         threshold=1.0,
         dense_elements=int(dense * ELEMENTS),
         is_calibration=calibrates,

@@ -144,7 +144,7 @@ def layered(threshold):
 
 
 def step_of(layers):
-    return StepStats(0, 2, 6006, 0, 0.0, 0.0, 0, 0, 0, layers=layers)
+    return StepStats(2, 6006, 0, 0.0, 0, 0.0, 0, 0, 0, layers=layers)
 
 
 class Walks:

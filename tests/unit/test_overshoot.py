@@ -82,8 +82,8 @@ def test_the_density_stays_at_its_target():
         residual += gradient
         selection = keep_rest(residual, sparsifier.select(residual, layout), Wire(torch.float32))
         densities.append(selection.indices.numel() / 4000)
-        squares = float(residual.square().sum()), float(gradient.square().sum())
-        stats = StepStats(step, 1, 4000, selection.indices.numel(), *squares, 0, 0, 0, sparsifier.threshold)
+        error, squared_norm = float(residual.square().sum()), float(gradient.square().sum())
+        stats = StepStats(1, 4000, selection.indices.numel(), error, step, squared_norm, 0, 0, 0, sparsifier.threshold)
         calibrator.observe(stats)
     assert sum(densities[100:]) / 500 == pytest.approx(0.05, rel=0.05)
 

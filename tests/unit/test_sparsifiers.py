@@ -120,8 +120,7 @@ def test_different_sparsifiers_have_different_settings():
 def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
     sparsifier = HardThreshold(density=0.5, granularity="layer", layer_thresholds={"given": 7.0})
     assert sparsifier.threshold_of("weight") == 0.0
-    sparsifier.fix_threshold(2.0)
-    sparsifier.fix_layers({"weight": 3.0, "bias": 1.0})
+    sparsifier.fix_threshold(3.0, {"weight": 3.0, "bias": 1.0})
     names = ("weight", "bias", "given", "later")
     assert [sparsifier.threshold_of(name) for name in names] == [3.0, 1.0, 7.0, 3.0]
     layout = LayerLayout(names, (2, 2, 2, 2))
@@ -131,8 +130,7 @@ def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
     assert sparsifier.grid_step(2**15) == 0.125  # an eighth of the smallest
     sparsifier.fix_threshold(2.0)
     assert [sparsifier.threshold_of(name) for name in names] == [2.0, 2.0, 7.0, 2.0]
-    sparsifier.fix_layers({"weight": 3.0})
-    sparsifier.forget_calibration()
+    sparsifier.fix_threshold(None)
     assert [sparsifier.threshold_of(name) for name in names] == [0.0, 0.0, 7.0, 0.0]
 
 

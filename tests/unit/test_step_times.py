@@ -11,7 +11,7 @@ from lightning_sparse.callbacks.step_times import StepTimes
 
 def step(*, dense: bool, is_calibration: bool = True) -> StepStats:
     is_calibration = dense and is_calibration
-    return StepStats(0, 2, 10, 2, 0.0, 0.0, 0, 1, 1, dense_elements=10 * dense, is_calibration=is_calibration)
+    return StepStats(2, 10, 2, 0.0, 0, 0.0, 0, 1, 1, dense_elements=10 * dense, is_calibration=is_calibration)
 
 
 def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before: int | None = None) -> StepTimes:

@@ -57,7 +57,7 @@ def test_a_density_of_one_sends_everything_and_calibrates_nothing():
 def test_an_endless_calibration_warns_once(squared_norm):
     calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=True, keeps_rest=True)
     non_finite = 0 if isfinite(squared_norm) else 3
-    stats = StepStats(0, 2, 100, 200, 0.0, squared_norm, non_finite, 400, 400, 0.0)
+    stats = StepStats(2, 100, 200, 0.0, 0, squared_norm, non_finite, 400, 400, 0.0)
     for _ in range(11):
         calibrator.observe(stats)
     with pytest.warns(UserWarning, match=r"no threshold after 12 steps, so everything is sent"):
@@ -70,7 +70,7 @@ def test_an_endless_calibration_warns_once(squared_norm):
 
 def test_calibration_raises_if_squares_of_finite_gradients_overflow():
     calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=False, keeps_rest=True)
-    stats = StepStats(0, 2, 100, 200, 0.0, float("inf"), 0, 400, 400, 0.0)
+    stats = StepStats(2, 100, 200, 0.0, 0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(11):
         calibrator.observe(stats)
     with pytest.raises(RuntimeError, match=r"gradients are finite, but ‖g‖² overflowed in 12 steps. Scale the loss"):
@@ -108,7 +108,7 @@ def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
     found = []
     for step, squared_error in enumerate(squared_errors):
         layers = {"w": LayerStats(2, 100, selected, squared_error)}
-        calibrator.observe(StepStats(step, 2, 100, selected, squared_error, 0.0, 0, 400, 400, 1.0, layers=layers))
+        calibrator.observe(StepStats(2, 100, selected, squared_error, step, 0.0, 0, 400, 400, 1.0, layers=layers))
         found.append(sparsifier.threshold_of("w"))
     # The first step has no previous residual to compare with.
     assert (found[1] > found[0]) - (found[1] < found[0]) == {"up": 1, "down": -1, "not": 0}[moves]
