@@ -75,7 +75,7 @@ class DensityMonitor(StepMonitor):
         self._target_density = target_density(strategy.sparsifier)
         self._averages = strategy.state.kind.removesuffix("s")
         self._sender = "worker" if strategy.state.replica.num_workers == 1 else "replica"
-        self._times = StepTimes()
+        self._times = StepTimes(getattr(strategy._options, "every_n_steps", 1))
         if not isinstance(strategy, SimulatedWorkersStrategy):
             self._times.follow(strategy.state)
         every = getattr(trainer, "log_every_n_steps", 0)
@@ -86,7 +86,7 @@ class DensityMonitor(StepMonitor):
             )
 
     @override
-    def take_in(self, step: StepStats) -> None:
+    def add_exchange(self, step: StepStats) -> None:
         if self.per_layer:
             self._history.add(step)
         dense_steps = step.dense_elements / step.num_elements if step.num_elements else 0  # can be a fraction
@@ -137,7 +137,7 @@ class DensityMonitor(StepMonitor):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_in_new()
+        self._add_new()
         self._draw(trainer)
         if self._newest is not None and self._newest.num_workers > 1 and trainer.is_global_zero:
             log_scalars(trainer, self._times.scalars())
@@ -224,7 +224,7 @@ class _LayerHistory:
             vmax=0,
             extent=(0, len(self.columns) * self.steps_per_column, len(names), 0),
         )
-        axes.set_xlabel("step")
+        axes.set_xlabel("exchange")
         axes.set_yticks([row + 0.5 for row in range(len(names))], names, fontsize=6)
         figure.colorbar(image, label="log10 density")
         return figure

@@ -62,7 +62,7 @@ class ErrorMonitor(StepMonitor):
             strategy.state.watch_next(partial(_add_histograms, trainer, kinds))
 
     @override
-    def take_in(self, step: StepStats) -> None:
+    def add_exchange(self, step: StepStats) -> None:
         self._totals["squared_error"] += step.squared_error
         self._totals["last_error_norm"] = step.error_norm
         self._totals["largest_error_norm"] = max(self._totals["largest_error_norm"], step.error_norm)
@@ -78,7 +78,7 @@ class ErrorMonitor(StepMonitor):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_in_new()
+        self._add_new()
         last, largest = self._totals["last_error_norm"], self._totals["largest_error_norm"]
         if largest and trainer.is_global_zero and not self._is_idle:
             print(

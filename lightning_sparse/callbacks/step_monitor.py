@@ -66,7 +66,7 @@ class StepMonitor(Callback, ABC):
     ) -> None:
         if self._is_idle:
             return
-        self._take_in_new()
+        self._add_new()
         # In every batch, because Lightning drops earlier logs at the end of an epoch. Barebones, it warns about logs.
         if self._totals and not trainer.barebones:
             self._log.log(pl_module, self._name, self.total())
@@ -79,21 +79,22 @@ class StepMonitor(Callback, ABC):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self._take_in_new()  # a save may end an exchange, and earlier callbacks may save before this one's hook
+        self._add_new()  # a save may end an exchange, and earlier callbacks may save before this one's hook
         return {"totals": dict(self._totals)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._new_steps.clear()  # of a search for a learning rate, which ends by restoring a checkpoint
         self._totals.update(state_dict["totals"])
         self._has_resumed = bool(self._totals)
 
-    def _take_in_new(self) -> None:
+    def _add_new(self) -> None:
         for step in self._new_steps:  # empty during gradient accumulation and between rarer exchanges
-            self.take_in(step)
+            self.add_exchange(step)
             self._newest, self._has_new_layers = step, self.per_layer
         self._new_steps.clear()
 
-    def take_in(self, step: StepStats) -> None:
+    def add_exchange(self, step: StepStats) -> None:
         """Add an exchange to ``_totals``, on every worker, at the end of its batch or in a save."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.step_stats import StepStats
 
 MOST_STEPS = 1000
-"""Number of newest steps of each kind in a median."""
+"""Number of newest exchanges of each kind in a median."""
 FEWEST_STEPS = 2
 LIKE = 1.1
 """Steps whose times differ by less than this factor count as equally long."""
@@ -19,13 +19,17 @@ LABELS = {DENSE: "median dense step", SPARSE: "median sparse step", WAIT: "  wai
 
 
 class StepTimes:
-    """Medians of the time between exchanges and of the wait for them.
+    """Medians of the time of a step and of its wait for an exchange.
 
-    Calibration steps and other steps that were sent whole are dense. The first interval does not count, because it
-    includes set-up.
+    Calibration steps and other steps that were sent whole are dense. The first interval between two exchanges does not
+    count, because it includes set-up.
+
+    Args:
+        steps_per_exchange: steps over which the time between two exchanges is averaged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps_per_exchange: int = 1) -> None:
+        self._steps_per_exchange = steps_per_exchange
         self._seconds = {name: deque[float](maxlen=MOST_STEPS) for name in LABELS}
         self._last: float | None = None
         self._has_interval = False
@@ -52,12 +56,12 @@ class StepTimes:
 
     def scalars(self) -> dict[str, float]:
         """Return the medians in milliseconds, by the names under which they are logged."""
-        samples = self._seconds.items()
-        return {name: 1e3 * median(seconds) for name, seconds in samples if len(seconds) >= FEWEST_STEPS}
+        samples, scale = self._seconds.items(), 1e3 / self._steps_per_exchange
+        return {name: scale * median(seconds) for name, seconds in samples if len(seconds) >= FEWEST_STEPS}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table."""
-        counts = {name: len(seconds) for name, seconds in self._seconds.items()}
+        counts = {name: self._steps_per_exchange * len(seconds) for name, seconds in self._seconds.items()}
         return [(LABELS[name], f"{value:.4g} ms ({counts[name]} steps)") for name, value in self.scalars().items()]
 
     def verdict(self) -> str | None:

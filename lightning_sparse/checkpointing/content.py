@@ -6,7 +6,8 @@ All strategies write the same fields under one key, plain containers and tensors
     version         the version of the format
     world_size      number of workers, or of replicas
     ranks           number of ranks per replica; 1 if the model is not sharded
-    unsent_norm     sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values; None without saved unsent values
+    unsent_norm     sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values; 0 if a run keeps none, None if
+                    none are saved
     numbers         ``Snapshot.numbers``; None if no state could be saved
     histories       ``Snapshot.history`` of every rank of a replica
     shared          ``Snapshot.shared``, whole tensors
@@ -34,10 +35,12 @@ WRITERS = {
     "gradients": "a ddp_* or hsdp_* strategy or simulated workers",
     "drifts": "a local_* or local_hsdp_* strategy",
 }
-STARTS = {
+"""The strategies that write each kind, as messages name them."""
+FRESH_STARTS = {
     "gradients": "Residuals start from zero and, with a density, calibration begins.",
     "drifts": "All workers start with the checkpoint's weights as the anchor and, with a density, calibration begins.",
 }
+"""What a resume does, by its own kind, if the checkpoint has no state of this kind."""
 INCOMPLETE = {
     "gradients": ("residuals", "A resume starts with residuals of zero; unsent values are lost."),
     "drifts": ("drifts", "A resume starts with its weights as the anchor; the workers' own weights are lost."),
@@ -60,7 +63,7 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
         RuntimeError: a newer version wrote it.
     """
     if content is None:
-        rank_zero_info(f"lightning_sparse: the checkpoint was written without a sparse exchange. {STARTS[kind]}")
+        rank_zero_info(f"lightning_sparse: the checkpoint was written without a sparse exchange. {FRESH_STARTS[kind]}")
         return None
     fields: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     if isinstance(version := fields.get("version"), int) and version > VERSION:
@@ -74,7 +77,7 @@ def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
         return fields
     said = f"The unsent {writer} (norm {unsent:.3g}) are lost." if unsent else f"It holds no unsent {writer}."
     tell = rank_zero_warn if unsent else rank_zero_info
-    tell(f"lightning_sparse: {WRITERS[writer]} wrote the checkpoint. {said} {STARTS[kind]}")
+    tell(f"lightning_sparse: {WRITERS[writer]} wrote the checkpoint. {said} {FRESH_STARTS[kind]}")
     return None
 
 

@@ -137,7 +137,7 @@ def _open_tensors(saved: Mapping[str, Any], path: Path | None, kind: str) -> tup
                 return saved, SavedTensors(saved, path / FOLDER)
         warn_of_incomplete(kind, f"its folder {FOLDER} is missing")
         saved = {**saved, "shared": {}, "workers": [], "extras": []}
-    elif kind == "gradients" and not saved["workers"] and saved["numbers"]["last_step"] is not None:
+    elif kind == "gradients" and not (saved["workers"] or saved["unsent_norm"] == 0) and saved["numbers"]["last_step"]:
         warn_of_incomplete(kind, saved["why_incomplete"] or "worker_state='small'")
     return saved, SavedTensors(saved)
 
@@ -145,6 +145,11 @@ def _open_tensors(saved: Mapping[str, Any], path: Path | None, kind: str) -> tup
 def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's history and extra values that fit the number of workers and ranks."""
     if saved["ranks"] != averager.replica.num_workers:
+        if any(history["sparsifier"] for history in saved["histories"]):
+            rank_zero_warn(
+                f"lightning_sparse: replicas have {averager.replica.num_workers} instead of {saved['ranks']} ranks. "
+                "The sparsifier's history belongs to other shards and is lost: ACCORDION starts with its high density."
+            )
         return {}, {}
     history: dict[str, Any] = saved["histories"][averager.replica.rank]
     if not is_same:

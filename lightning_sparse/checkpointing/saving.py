@@ -152,7 +152,7 @@ def collect(
     snapshot = averager.snapshot(workers if kinds else None)
     content |= {"numbers": snapshot.numbers, "histories": replica.gather_objects_to_first(snapshot.history)}
     if not kinds:
-        return content
+        return content if averager.keeps_rest else content | {"unsent_norm": 0.0}
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
     extras = {**snapshot.extra, **(extra or {})} if worker_state == "full" else {}
     of_workers = workers.gather_objects_to_first((unsent_norm(kept.get("unsent", {})), copied(extras)))

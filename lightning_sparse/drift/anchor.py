@@ -85,7 +85,7 @@ class DriftBucket(FlatBucket):
     Attributes:
         anchored: the bucket of its parameters and anchor.
         decay: factor on unsent values of the previous exchange; 0 if the weights contain them.
-        start: the weights at the start of an exchange during which they change.
+        start: the weights when the exchange started, with ``overlap``; else None.
     """
 
     anchored: AnchorBucket = field(kw_only=True)
@@ -159,8 +159,10 @@ def load_outer(
         }
         if any(value.numel() != part.numel() for value in of_part.values()):
             continue
+        # torch keeps the number of steps on the CPU, except with these options.
+        device = part.device if any(outer.defaults.get(option) for option in ("fused", "capturable")) else "cpu"
         state = {
-            key: value.clone() if isinstance(value, Tensor) else value
+            key: value.to(device, copy=True) if isinstance(value, Tensor) else value
             for key, value in saved["numbers"].get(name, {}).items()
         }
         state |= {kind.removeprefix(PREFIX): torch.empty_like(part).copy_(value) for kind, value in of_part.items()}

@@ -184,7 +184,8 @@ class SparseModelAverager(Averager):
         buffers. After it, all workers have their own weights again. A nested context has no effect.
         """
         was_loaded = self.shared.is_loaded
-        self.shared.load_mean()
+        with torch.accelerator.device_index(self.device.index):
+            self.shared.load_mean()
         try:
             yield
         finally:
@@ -230,7 +231,7 @@ class SparseModelAverager(Averager):
         """
         self._engine.restore(snapshot)
         self.num_steps = snapshot.numbers["num_steps"]
-        self.exchange.take_in_as(snapshot.numbers["layout"])
+        self.exchange.anchor_layout(snapshot.numbers["layout"])
         saved, unsent = snapshot.own.get("weights", {}), snapshot.own.get("unsent", {})
         kept = {} if self.options.keep_drift else {"kept": unsent}
         self.exchange.load(snapshot.shared | kept, snapshot.numbers["outer"])

@@ -49,13 +49,13 @@ class DriftExchange:
         self._module, self._engine, self._replica = module, engine, replica
         self.pending: list[DriftBucket] = []
         self._compared: dict[str, Tensor] = {}
-        self.take_in_new()
+        self.anchor_new()
         self._num_compared = len(self.untrained.floating(only_buffers=True))
 
     def start(self) -> None:
         """Select values of drifts and start their exchange. Collective."""
         self.is_changing = True
-        self.take_in_new()
+        self.anchor_new()
         self._engine.begin()
         self._engine.add_all(self._forming())
         self.is_changing = not self.options.overlap  # the weights may lack sent values until the exchange ends
@@ -190,14 +190,14 @@ class DriftExchange:
 
     # Unfrozen parameters.
 
-    def take_in_as(self, layout: list[list[str]]) -> None:
+    def anchor_layout(self, layout: list[list[str]]) -> None:
         """Anchor the parameters of a saved layout in its buckets."""
         named: dict[str, Tensor] = dict(self._module.named_parameters())
         for names in layout:
             known = {name: named[name] for name in names if name in named and name not in self.anchored}
-            self._take_in(known, is_shared=True)
+            self._anchor_parameters(known, is_shared=True)
 
-    def take_in_new(self) -> None:
+    def anchor_new(self) -> None:
         """Anchor parameters that newly require a gradient. Collective, the same on all workers.
 
         Raises:
@@ -220,10 +220,10 @@ class DriftExchange:
                 f"lightning_sparse: {len(new)} parameters were added or unfrozen ({shown}). All workers start with the "
                 "mean of the new parameters."
             )
-        self._take_in(new)
-        self.untrained.take_in_new()
+        self._anchor_parameters(new)
+        self.untrained.register_new()
 
-    def _take_in(self, parameters: dict[str, Tensor], *, is_shared: bool = False) -> None:
+    def _anchor_parameters(self, parameters: dict[str, Tensor], *, is_shared: bool = False) -> None:
         """Average parameters over the workers, unless ``is_shared``, and anchor them."""
         if not parameters:
             return

@@ -51,7 +51,6 @@ class ObservedSteps(ParameterStepObserver):
 
     def averager_stepped(self) -> None:
         """Count a call of ``averager.step()``, and warn if many follow no optimizer step."""
-        self._outer = None  # the next step is not nested in an interrupted one
         self._calls += 1
         self._idle_calls += self._steps > 0 and not self._steps_since_call
         self._steps_since_call.clear()

@@ -86,7 +86,7 @@ class SharedWeights:
         # Parameters unfrozen since the last exchange stay untrained until the next, so this changes no state.
         self._exchange.finish()
         untrained = self._exchange.untrained
-        untrained.take_in_new()
+        untrained.register_new()
         compared = untrained.floating(only_buffers=False)
         prints = fingerprints([*compared.values()]).view(-1, 2).tolist()
         of_workers = gather_objects(dict(zip(compared, prints, strict=True)), workers.group)

@@ -42,9 +42,9 @@ class UntrainedTensors:
         self._module = module
         self._prints_at_set_up: dict[str, list[float]] = {}
         self._floating: dict[str, bool] = {}  # whether a name is a buffer's
-        self.take_in_new(is_set_up=True)
+        self.register_new(is_set_up=True)
 
-    def take_in_new(self, *, is_set_up: bool = False) -> None:
+    def register_new(self, *, is_set_up: bool = False) -> None:
         """Register new buffers, and frozen parameters if there are new buffers."""
         known, buffers = self._prints_at_set_up, dict(self._module.named_buffers())
         ignored = ignored_names(self._module)

@@ -61,8 +61,8 @@ class Engine:
         wait_seconds: seconds for which this worker waited in the last step after it started its last bucket.
         next_step: the number of the next step for the sparsifier; the caller may set it back.
         subscribers: called with the statistics of each step after its exchange; must not communicate.
-        of_whole_model: returns the model's statistics from this rank's if the model is sharded. The result is equal on
-            all ranks of a replica.
+        of_whole_model: turns this rank's statistics into those of the whole model, if it is sharded. All ranks of a
+            replica call it and get the same result.
         watch_next: called with every bucket of the next exchange before its values are selected; None afterwards.
     """
 

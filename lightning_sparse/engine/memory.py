@@ -75,7 +75,7 @@ class ResidualMemory:
             bucket.pending -= names
 
     def layers(self) -> dict[str, Tensor]:
-        """Return committed residuals by name, flat and in the order of indices; zeros without a backward.
+        """Return committed residuals by name, flat and in the order of indices; zeros before a first backward.
 
         If the parameter has this order in memory, the result shares the memory, which later steps change.
         """

@@ -7,6 +7,7 @@ are weak references, and the hooks stay until the last observer is closed.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class ParameterStepObserver(StepObserver):
             rank_zero_warn(f"lightning_sparse: {text}. See docs/{self._page}.md.")
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
-        is_inner = self._outer is not None and self._outer is not optimizer
+        is_inner = self._outer is not None and self._outer is not optimizer and _is_inside(self._outer)
         stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         if is_inner or self._ids.isdisjoint(stepped):
             return None
@@ -141,6 +142,12 @@ class ParameterStepObserver(StepObserver):
         self._after(optimizer)
         if self.on_step is not None:
             self.on_step()
+
+
+def _is_inside(outer: Optimizer) -> bool:
+    """Return whether this call is inside the optimizer's step. No hook tells that a step has raised an exception."""
+    in_backward = torch._C._current_graph_task_id() != -1  # of its closure, perhaps in another thread
+    return in_backward or any(frame.f_locals.get("self") is outer for frame, _ in walk_stack(None))
 
 
 class UnexchangedParameters:

@@ -46,7 +46,8 @@ class Exchange:
             takes the dense route.
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link, which determines the choice of ``"auto"`` and the coalescing of
-            payloads (``lightning_sparse.exchange.routes.gather``); None assumes a conservative rate.
+            payloads (``lightning_sparse.exchange.routes.gather``); None assumes a fast link, at which
+            sparse routes pay off least (``lightning_sparse.exchange.routes.cost_model``).
         workers: workers that replace those of the group, for a warmup.
 
     Attributes:

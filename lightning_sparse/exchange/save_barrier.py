@@ -57,18 +57,18 @@ class SaveBarrier:
         self._name = f"lightning_sparse/{gather_objects(uuid4().hex, workers.group)[0]}"
         self._store = PrefixStore(self._name, _get_default_store())
         self._saving: Workers | None = None
-        self._num_failures = self._made_after = 0  # of all workers, by the last wait
+        self._generation = self._made_as = 0  # of the group, the largest of all workers by the last wait
 
     def saving_workers(self) -> Workers:
         """Return the same workers in a separate group, whose messages cannot collide with a step's. Collective.
 
-        Call it after a wait of all workers. It creates a group the first time, and after a worker's failure.
+        Call it after a wait of all workers. It creates a group the first time, after a failure and after ``close``.
         """
         if self._workers.num_workers == 1:
             return self._workers
-        if self._saving is None or self._made_after != self._num_failures:
-            self._made_after = self._num_failures
-            name = f"{self._name}/saving {self._num_failures}"
+        if self._saving is None or self._made_as != self._generation:
+            self._made_as = self._generation
+            name = f"{self._name}/saving {self._generation}"
             self._saving = new_workers(self._workers.group, self._workers.global_ranks, name)
             if not self._saving.is_over_gloo:
                 # NCCL connects a group in its first operation, which needs all ranks; later messages have two ranks.
@@ -76,14 +76,15 @@ class SaveBarrier:
         return self._saving
 
     def close(self) -> None:
-        """End the group of ``saving_workers``, if there is one."""
+        """End the group of ``saving_workers``, if there is one; a later save gets another."""
         if self._saving is not None:
             end_group(self._saving.group)
             self._saving = None
+            self._generation += 1
 
     def saving_failed(self) -> None:
         """Record that this worker may have left the group in the middle of a message; the next save needs another."""
-        self._num_failures += 1
+        self._generation += 1
 
     def wait(self, status: dict[str, Any], patience: float) -> str | None:
         """Wait for the other workers. Not collective: a worker without the others gets a reason.
@@ -105,7 +106,7 @@ class SaveBarrier:
 
     def _report(self, status: dict[str, Any], patience: float) -> str | None:
         attempt = f"{self._workers.rank}/{self._attempts}"
-        self._store.set(f"{self._workers.rank}/came", json.dumps([attempt, status, self._num_failures]))
+        self._store.set(f"{self._workers.rank}/came", json.dumps([attempt, status, self._generation]))
         has_verdict = partial(self._store.check, [f"{attempt}/verdict"])
         if not _wait_until(has_verdict, patience):
             if self._store.add(f"{attempt}/taken", 1) == 1:
@@ -113,7 +114,7 @@ class SaveBarrier:
             if not _wait_until(has_verdict, patience):  # rank 0 took this worker just now
                 return "rank 0 reached the save and left"
         verdict: str | None
-        verdict, self._num_failures = json.loads(self._store.get(f"{attempt}/verdict"))
+        verdict, self._generation = json.loads(self._store.get(f"{attempt}/verdict"))
         return verdict
 
     def _decide(self, status: dict[str, Any], patience: float) -> str | None:
@@ -123,8 +124,8 @@ class SaveBarrier:
         def have_all_arrived() -> bool:
             for rank in others:
                 if rank not in taken and self._store.check([f"{rank}/came"]):
-                    attempt, other_status, num_failures = json.loads(self._store.get(f"{rank}/came"))
-                    self._num_failures = max(self._num_failures, num_failures)
+                    attempt, other_status, generation = json.loads(self._store.get(f"{rank}/came"))
+                    self._generation = max(self._generation, generation)
                     if self._store.add(f"{attempt}/taken", 1) == 1:
                         taken[rank] = attempt, other_status
             return len(taken) == len(others)
@@ -139,7 +140,7 @@ class SaveBarrier:
             names = ", ".join(absent[:8]) + ", …" * (len(absent) > 8)
             reason = f"rank{'s' * (len(absent) > 1)} {names} did not reach the save within {patience:g} s"
         for attempt, _ in taken.values():
-            self._store.set(f"{attempt}/verdict", json.dumps([reason, self._num_failures]))
+            self._store.set(f"{attempt}/verdict", json.dumps([reason, self._generation]))
         return reason
 
 

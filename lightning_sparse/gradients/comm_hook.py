@@ -1,7 +1,7 @@
 """Registration of DDP's communication hook, and ``DistributedDataParallel.join``."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,15 +88,14 @@ def attach(
             'torch._dynamo.config.optimize_ddp is "python_reducer", with which DDP has no buckets to exchange. '
             'Set it to "ddp_optimizer" (the default) before the model is wrapped.'
         )
-    refuse_sparse_gradients(ddp_module.module)
-    trained = {name: parameter for name, parameter in ddp_module.module.named_parameters() if parameter.requires_grad}
-    require_one_device(trained)
+    refuse_sparse_gradients(ddp_module.module, ddp_module.parameters_to_ignore)
     # Remove the prefix of a compiled module, so that residuals also fit the uncompiled module.
     names = {
         parameter: name.replace("_orig_mod.", "")
         for name, parameter in ddp_module.module.named_parameters()
         if name not in ddp_module.parameters_to_ignore
     }
+    require_one_device({name: parameter for parameter, name in names.items() if parameter.requires_grad})
     settings = sparsifier.settings() | vars(options) | {"per_layer_stats": per_layer_stats}
     bucket_settings = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
     settings |= {name: getattr(ddp_module, name) for name in bucket_settings}
@@ -121,11 +120,14 @@ def attach(
     return state
 
 
-def refuse_sparse_gradients(module: torch.nn.Module) -> None:
-    """Raise ValueError if a layer has sparse gradients, which DDP does not put into buckets."""
+def refuse_sparse_gradients(module: torch.nn.Module, ignored: Collection[str] = ()) -> None:
+    """Raise ValueError if a layer has sparse gradients, which DDP does not put into buckets.
+
+    Layers whose weight DDP ignores may have them.
+    """
     for name, layer in module.named_modules():
         is_sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
-        if is_sparse and layer.weight.requires_grad:
+        if is_sparse and layer.weight.requires_grad and f"{name}.weight" not in ignored:
             raise ValueError(
                 f"The layer {name!r} is {type(layer).__name__}(sparse=True), whose gradient is a sparse tensor. Set "
                 "sparse=False: the exchange then sends only rows whose gradients reach the threshold. Use Adam or SGD "

@@ -119,7 +119,7 @@ class PendingGradients(StepObserver):
 
     @property
     def progress(self) -> int:
-        """The sum over parameters of their last committed exchange, equal after equal steps."""
+        """The sum over parameters of the number of their last committed exchange; equal after equal steps."""
         return sum(self._committed_at.values())
 
     def expect_backward(self) -> None:
@@ -226,12 +226,12 @@ class PendingGradients(StepObserver):
                 )
 
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
-        """Return those of an optimizer's changed gradients that were set to zero, not scaled."""
+        """Return those of an optimizer's changed gradients that ``zero_grad`` has cleared, which clears all of them."""
         with torch.no_grad():
             zero = {name for name, gradient in changed.items() if not gradient.any()}
         were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
-        # An average that was zero before is no evidence. A new tensor at another address is a copy; whether it was
-        # written to follows from the optimizer's other gradients.
+        # A gradient that was zero after the exchange proves nothing, unless it was written to in place: at another
+        # address it may be a copy. So gradients count as cleared if one became zero, or if all written ones are zero.
         addresses = {name: mark.address for name, mark in self._marks.items()}
         in_place = {name for name, gradient in changed.items() if addresses.get(name) == gradient.data_ptr()}
         written = (changed.keys() - were_zero) | in_place

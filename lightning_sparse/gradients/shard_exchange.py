@@ -107,7 +107,7 @@ class ShardExchange(Averager):
         self._buckets: list[ParameterBucket] = []
         self._taken: set[str] = set()
         self.residuals = ResidualMemory(in_place=True)
-        self._take_in_new()
+        self._bucket_new()
         trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
         warm_up_steps(self._engine, trained, has_unused=True)
 
@@ -138,7 +138,7 @@ class ShardExchange(Averager):
         chosen = set(map(id, self._parameters.values() if parameters is None else parameters))
         self.observed_steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
         self.is_exchanging = True
-        self._take_in_new()
+        self._bucket_new()
         self._engine.begin()
         exchanged: list[FlatBucket] = []
 
@@ -163,7 +163,7 @@ class ShardExchange(Averager):
         self._engine.account()
         self.is_exchanging = False
 
-    def _take_in_new(self) -> None:
+    def _bucket_new(self) -> None:
         """Make buckets for parameters that newly require a gradient, equally on all ranks."""
         new = {name: p for name, p in self._parameters.items() if p.requires_grad and name not in self._taken}
         self._buckets += bucketed(ParameterBucket, new, len(self._buckets), lambda parameter: parameter.dtype)

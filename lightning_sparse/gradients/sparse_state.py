@@ -89,7 +89,7 @@ class SparseState(Averager):
         self.pending_gradients = PendingGradients(parameter_names, *memories)
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
-        self._is_moving = False
+        self._is_moving = self._is_closed = False
         self._scale: Tensor | None = None
         self._buckets: list[FlatBucket] = []
         self._unused: set[str] = set()
@@ -104,6 +104,7 @@ class SparseState(Averager):
 
     def close(self) -> None:
         """Detach this state from the model, which must not run another backward."""
+        self._is_closed = True
         self._engine.exchange.close()
         self.pending_gradients.close()
         self.save_barrier.close()
@@ -126,7 +127,8 @@ class SparseState(Averager):
     @property
     def has_own_state(self) -> bool:
         """Whether any residual can be nonzero on any worker; false within the first step."""
-        return self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_certain
+        has_exchanged = self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_certain
+        return self.keeps_rest and has_exchanged
 
     def reset(self) -> None:
         """Return to the state before the first step."""
@@ -160,7 +162,7 @@ class SparseState(Averager):
 
     def obstacles(self) -> list[str]:
         """Return reasons why residuals cannot be saved now."""
-        return [] if self.is_certain else ["the workers are in the middle of an optimizer's step"]
+        return [] if self.is_certain else ["an optimizer's step or a new layout of residuals was not complete"]
 
     def receive(self, grad_bucket: GradBucket) -> Averaged:
         """Exchange a bucket of DDP. Collective: all workers, for the same bucket."""
@@ -180,6 +182,8 @@ class SparseState(Averager):
         return future
 
     def _begin_step(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("The state was closed, so it would not see the optimizer's steps. Wrap the model anew.")
         if self.is_exchanging:  # an exception interrupted the last backward
             self.pending_gradients.roll_back_all()
             if not self.keeps_rest:
@@ -199,7 +203,7 @@ class SparseState(Averager):
         layout, gradient = bucket.layout, bucket.gradient
         if self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
             self._engine.exchange.buffers.forget()  # buckets have other sizes
-        self._is_moving = True
+        self._is_moving = True  # a signal may save a checkpoint while residuals are copied to a new layout
         bucket.residual = self.residuals.bucket(bucket.index, layout, gradient)
         self._is_moving = False
         if self.is_idle:  # the buffer holds zeros, and no old gradients

@@ -141,10 +141,10 @@ class Accordion(MarkingSparsifier):
             _add(sums, {name: average.to("cpu", copy=True) for name, average in self._last.items()})
         return {
             "epoch": self._epoch,
-            "due": self._next_comparison,
-            "coming": None if self._next_epoch is None else list(self._next_epoch),
+            "next_comparison": self._next_comparison,
+            "next_epoch": None if self._next_epoch is None else list(self._next_epoch),
             "learning_rates": self._rates,
-            "calm": sorted(self._stable_layers),
+            "stable_layers": sorted(self._stable_layers),
             "norms": self._norms,
             "sums": sums,
         }
@@ -153,8 +153,9 @@ class Accordion(MarkingSparsifier):
         """Continue from the result of `state_dict`; ``{}`` starts anew."""
         self._reset()
         if state:
-            self._epoch, self._next_comparison, self._next_epoch = state["epoch"], state["due"], state["coming"]
-            self._rates, self._stable_layers, self._norms = state["learning_rates"], set(state["calm"]), state["norms"]
+            self._epoch, self._next_comparison = state["epoch"], state["next_comparison"]
+            self._next_epoch, self._rates, self._norms = state["next_epoch"], state["learning_rates"], state["norms"]
+            self._stable_layers = set(state["stable_layers"])
             self._sums = {name: total.clone() for name, total in state["sums"].items()}
 
 

@@ -62,7 +62,14 @@ def test_calibration_steps_are_dense_and_later_steps_are_sparse(exchange):
 def test_register_comm_hook_rejects_unsuitable_modules_and_options():
     plain, fixed, by_rate = torch.nn.Linear(2, 2), HardThreshold(threshold=0.1), GradientOptions("learning_rate")
     ddp, registered = DistributedDataParallel(plain), DistributedDataParallel(torch.nn.Linear(2, 2))
-    register_comm_hook(registered, fixed)
+    state = register_comm_hook(registered, fixed)
+    state.close()
+    with pytest.raises(RuntimeError, match="The state was closed"):
+        registered(torch.ones(2)).sum().backward()
+    ignored = {"sparse": torch.nn.Embedding(2, 2, sparse=True), "elsewhere": torch.nn.Embedding(2, 2, device="meta")}
+    ignoring = torch.nn.ModuleDict(ignored | {"linear": torch.nn.Linear(2, 2)})
+    ignoring._ddp_params_and_buffers_to_ignore = ["sparse.weight", "elsewhere.weight"]
+    register_comm_hook(DistributedDataParallel(ignoring), fixed)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         reduced = DistributedDataParallel(torch.nn.Linear(2, 2))
     for kind, message, module, sparsifier, options in (

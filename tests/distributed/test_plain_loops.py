@@ -6,6 +6,7 @@ import pickle
 import re
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from lightning_sparse import (
     SparseModelAverager,
     register_comm_hook,
 )
+from lightning_sparse.drift.observed_steps import ObservedSteps
 from tests.integration.models import OptimizerWrapper, messages_of, warnings_of
 from tests.workers import on_workers
 
@@ -140,6 +142,18 @@ def test_a_loop_gets_a_single_message_about_its_mistake() -> None:
         if dist.get_rank() == 0:
             assert len(messages) == (expected is not None), (loop, kind, messages)
             assert expected is None or re.search(expected, messages[0]), (loop, kind, messages)
+
+
+def test_an_optimizers_step_counts_after_that_of_another_has_failed() -> None:
+    weight, steps = nn.Parameter(torch.ones(1)), list[int]()
+    observer = ObservedSteps([weight], SimpleNamespace(is_loaded=False))
+    observer.on_step = lambda: steps.append(1)
+    failed, other = (torch.optim.SGD([weight]) for _ in range(2))
+    with pytest.raises(ZeroDivisionError):
+        failed.step(lambda: 1 / 0)
+    for count, optimizer in enumerate([other, failed, OptimizerWrapper(failed)], 1):
+        optimizer.step()
+        assert len(steps) == count
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -226,7 +226,7 @@ def test_the_table_has_at_most_80_columns_and_shortens_layer_names() -> None:
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.default.weight"
     layers = {name.format(layer): LayerStats(2, 32_768, 2, 1.0) for layer in (0, 31)}
     monitor = DensityMonitor()
-    monitor.take_in(StepStats(0, 2, 2 * 32_768, 4, 1.0, 1.0, 0, 60, 400, 0.1, layers=layers))
+    monitor.add_exchange(StepStats(2, 2 * 32_768, 4, 1.0, 0, 1.0, 0, 60, 400, 0.1, layers=layers))
     table = monitor.table()
     assert max(map(len, table.splitlines())) <= 80, table
     for layer in (0, 31):
@@ -237,13 +237,13 @@ def test_the_table_has_at_most_80_columns_and_shortens_layer_names() -> None:
 def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
     monitor = DensityMonitor()
     layer = LayerStats(1, 2**40, 1357, 1.0)
-    step = StepStats(0, 2, 2**40, 10**12, 1.0, 1.0, 0, 10**18, 10**18, 1.23456e-9, layers={"a." * 99 + "weight": layer})
+    step = StepStats(2, 2**40, 10**12, 1.0, 0, 1.0, 0, 10**18, 10**18, 1.23456e-9, layers={"a." * 99 + "weight": layer})
     monitor.load_state_dict({**monitor.state_dict(), "totals": {"steps": 10**9}})
-    monitor.take_in(step)
-    monitor.take_in(step)
-    monitor.take_in(StepStats(**{**vars(step), "layers": {"of another model": layer}}))
+    monitor.add_exchange(step)
+    monitor.add_exchange(step)
+    monitor.add_exchange(StepStats(**{**vars(step), "layers": {"of another model": layer}}))
     monitor._history.steps_per_column = 2
-    monitor.take_in(step)  # for a later column
+    monitor.add_exchange(step)  # for a later column
     assert "  densest layers (elements), since the resume\n" in monitor.table()
     assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
     assert monitor._history.densest(1) == [("of another model", 2**40, layer.density)]

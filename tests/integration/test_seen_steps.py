@@ -189,11 +189,17 @@ def test_a_run_without_error_feedback_names_the_norm_of_dropped_residuals(tmp_pa
         on_train_start=lambda trainer, _: found.append(trainer.strategy.state.residuals.state_dict())
     )
     strategy = DDPHardThresholdStrategy(threshold=0.5, error_feedback="none")
+    second = quiet_trainer(strategy, max_steps=6, callbacks=[look])
     with warnings_of(messages, "are lost"):
-        quiet_trainer(strategy, max_steps=6, callbacks=[look]).fit(Classifier(), data(), ckpt_path=path)
+        second.fit(Classifier(), data(), ckpt_path=path)
     [residuals] = found
     assert not any(residual.any() for residual in residuals.values())
     norm = torch.load(path, weights_only=True)["lightning_sparse"]["unsent_norm"]
     if dist.get_rank() == 0:
         [message] = messages
         assert f"the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none" in message
+    second.save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["lightning_sparse"]["workers"] == []
+    with warnings_of(messages, "residuals"):  # nothing is missing
+        quiet_trainer(DDPHardThresholdStrategy(threshold=0.5), max_steps=8).fit(Classifier(), data(), ckpt_path=path)
+    assert len(messages) == (dist.get_rank() == 0)

@@ -71,6 +71,8 @@ class ReduceScatterTransfer(GatherTransfer):
         self._average_capacity = self._slice_elements if self.union_capacity is None else self.union_capacity
         sparse_bytes = self._average_format.payload_bytes(self._average_capacity)
         self._is_sparse = sparse_bytes < self._slice_elements * self.out.itemsize
+        if not self._is_sparse:
+            self._average_capacity = self._slice_elements
 
     @property
     def own_slice(self) -> tuple[int, int]:

@@ -46,7 +46,7 @@ class Transfer:
         overflow: returns selected coordinates beyond the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
         sent_bytes: bytes that this worker passed to collectives.
-        is_dense: whether every element of the bucket is sent.
+        is_dense: whether one dense collective of all workers carries the bucket, with zeros for unselected elements.
         is_typical: whether later steps are expected to resemble this step.
         is_cleared: whether the caller left zeros in ``out``.
         carries_headers: whether the last bucket's payload carries the headers of all buckets.

@@ -79,6 +79,9 @@ class LoaderOfWorkers:
 def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -> LoaderOfWorkers:
     """Return the training data of all workers from one ``train_dataloader`` call per worker.
 
+    Lightning calls it once before, as the only worker, and that result is not used. So if ``train_dataloader`` draws
+    random numbers, as ``random_split`` does, data differ from those of processes: give it a generator with a seed.
+
     Args:
         trainer: runs the fit.
         as_worker: returns a context with the rank and random numbers of a worker.
