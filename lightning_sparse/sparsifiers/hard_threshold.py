@@ -234,12 +234,7 @@ class HardThreshold(MarkingSparsifier):
 
 
 class Dense(HardThreshold):
-    """Selects every coordinate: the hard threshold at λ = 0, which is plain DDP up to the order of additions.
-
-    Example:
-        >>> Dense().select(torch.tensor([0.0, -1.0]), LayerLayout(("weight",), (2,))).indices.tolist()
-        [0, 1]
-    """
+    """Selects every coordinate: the hard threshold at λ = 0, which is plain DDP up to the order of additions."""
 
     def __init__(self) -> None:
         super().__init__(threshold=0.0)

@@ -1,7 +1,6 @@
 """Downloads MovieLens from GroupLens' server."""
 
 import os
-import re
 import shutil
 import tempfile
 import zipfile
@@ -11,8 +10,8 @@ from recipes import MissingDataError
 from recipes.download import fetch
 
 SERVER = "https://files.grouplens.org/datasets/movielens"
-CHECKSUMMED = ("ml-20m",)
-"""Data sets with a published md5; ml-latest-small changes over time and has none."""
+MD5 = {"ml-20m": "cd245b17a1ae2cc31bb14903e1204af3"}
+"""Published by GroupLens; ml-latest-small changes over time and has none."""
 
 
 def ratings_path(root: Path, dataset: str) -> Path:
@@ -31,28 +30,9 @@ def fetch_ratings(root: Path, dataset: str) -> Path:
     target = ratings_path(root, dataset)
     if target.exists():
         return target
-    url, archive = f"{SERVER}/{dataset}.zip", root / f"{dataset}.zip"
-    md5 = _published_md5(url, archive) if dataset in CHECKSUMMED else None
-    fetch(url, archive, md5=md5)
+    archive = fetch(f"{SERVER}/{dataset}.zip", root / f"{dataset}.zip", md5=MD5.get(dataset))
     _unpack(archive, f"{dataset}/ratings.csv", target)
     return target
-
-
-def _published_md5(url: str, archive: Path) -> str | None:
-    checksum = archive.with_name(f"{archive.name}.md5")
-    try:
-        fetch(f"{url}.md5", checksum)
-    except MissingDataError as error:
-        if archive.exists():
-            return None  # the user provided the archive; unpacking checks the zip's own checksums
-        raise MissingDataError(
-            f"{archive.name} is missing and could not be fetched ({error.__cause__ or error}). Put the file from {url} "
-            f"at {archive.absolute()}."
-        ) from error
-    found = re.search(r"\b[0-9a-fA-F]{32}\b", checksum.read_text(errors="replace"))
-    if not found:
-        raise MissingDataError(f"{checksum.absolute()} holds no md5. Delete it to download it again.")
-    return found.group().lower()
 
 
 def _unpack(archive: Path, member: str, target: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import zipfile
 from itertools import product
-from math import log2
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +23,7 @@ from recipes.ncf_movielens.model import NCFRecommender, NeuMF
 from recipes.ncf_movielens.ratings import InvalidRatingsError, load_ratings, parse_ratings, unrated_items
 from recipes.ncf_movielens.sampling import Shard, TrainingBatches, make_shard, ranking_batches
 from tests.integration.models import assert_equal, quiet_trainer
-from tests.integration.recipe_runs import DATA, needs_data, refuse_to_fetch
+from tests.integration.recipe_runs import DATA, needs_data
 from tests.workers import of_all_workers, on_workers, run_workers
 
 HEADER = "userId,movieId,rating,timestamp"
@@ -283,15 +282,6 @@ class TestMetrics:
             torch.testing.assert_close(ours.mean(), theirs.compute())
 
 
-def test_hits_and_gains_of_each_rank_and_of_no_user():
-    scores = torch.arange(20.0).repeat(4, 1)
-    scores[:, 0] = torch.tensor([99, 99, 10.5, 9.5])  # ranks 0, 0, 9 and 10
-    hits, gains = hits_and_gains(scores)
-    assert hits.tolist() == [1, 1, 1, 0]
-    assert gains.tolist() == pytest.approx([1, 1, 1 / log2(11), 0])
-    assert [len(values) for values in hits_and_gains(scores[:0])] == [0, 0]
-
-
 def learn_low_rank(world_size, strategy):
     seed_everything(1)
     data = MovieLensDataModule(source="builtin", batch_size=4096 // world_size)
@@ -443,12 +433,9 @@ class TestArchive:
             asked.append((url, path.name, md5))
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if url.endswith(".md5"):
-                    path.write_text(f"{'0f' * 16}  ml-20m.zip\n")
-                else:
-                    with zipfile.ZipFile(path, "w") as zipped:
-                        zipped.writestr("ml-20m/ratings.csv", "rows")
-                        zipped.writestr("ml-latest-small/ratings.csv", "few rows")
+                with zipfile.ZipFile(path, "w") as zipped:
+                    zipped.writestr("ml-20m/ratings.csv", "rows")
+                    zipped.writestr("ml-latest-small/ratings.csv", "few rows")
             return path
 
         monkeypatch.setattr(archive, "fetch", serve)
@@ -459,24 +446,14 @@ class TestArchive:
         assert path == tmp_path / "data" / "ml-20m" / "ratings.csv"
         assert path.read_text() == "rows"
         url = "https://files.grouplens.org/datasets/movielens/ml-20m.zip"
-        assert server == [(f"{url}.md5", "ml-20m.zip.md5", None), (url, "ml-20m.zip", "0f" * 16)]
+        assert server == [(url, "ml-20m.zip", archive.MD5["ml-20m"])]
         assert [file.name for file in path.parent.iterdir()] == ["ratings.csv"]
         archive.fetch_ratings(tmp_path / "data", "ml-20m")
-        assert len(server) == 2
+        assert len(server) == 1
 
     def test_other_data_set(self, server, tmp_path):
         assert archive.fetch_ratings(tmp_path, "ml-latest-small").read_text() == "few rows"
-        assert [name for _, name, _ in server] == ["ml-latest-small.zip"]
-
-    def test_uses_an_archive_that_the_user_placed(self, tmp_path, monkeypatch, server):
-        serve = archive.fetch
-
-        def without_checksum(url, path, **options):
-            return refuse_to_fetch(url, path) if url.endswith(".md5") else serve(url, path, **options)
-
-        serve("https://", tmp_path / "ml-20m.zip")
-        monkeypatch.setattr(archive, "fetch", without_checksum)
-        assert archive.fetch_ratings(tmp_path, "ml-20m").read_text() == "rows"
+        assert [tuple(rest) for _, *rest in server] == [("ml-latest-small.zip", None)]
 
     @pytest.mark.parametrize("damage", ["cut", "no ratings", "flipped"])
     def test_names_a_broken_archive(self, server, tmp_path, damage):
@@ -492,8 +469,3 @@ class TestArchive:
         with pytest.raises(MissingDataError, match=message):
             archive.fetch_ratings(tmp_path, "ml-20m")
         assert not list((tmp_path / "ml-20m").iterdir())
-
-    def test_names_an_invalid_checksum(self, server, tmp_path):
-        (tmp_path / "ml-20m.zip.md5").write_text("<html>")
-        with pytest.raises(MissingDataError, match=r"ml-20m\.zip\.md5 holds no md5\. Delete it"):
-            archive.fetch_ratings(tmp_path, "ml-20m")

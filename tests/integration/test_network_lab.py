@@ -173,8 +173,3 @@ def test_a_command_that_cannot_start_ends_the_others():
 def test_a_rate_is_a_number_and_its_unit(lab, rate):
     with pytest.raises(ValueError, match=r"Invalid rate='.*'\. Must be a number with the unit"):
         lab.shape(rate)
-
-
-def test_a_lab_has_1_to_254_hosts():
-    with pytest.raises(ValueError, match=r"Invalid hosts=0\. Must be within \[1, 254\]"):
-        NetworkLab(hosts=0)

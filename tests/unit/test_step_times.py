@@ -14,9 +14,11 @@ def step(*, dense: bool, is_calibration: bool = True) -> StepStats:
     return StepStats(2, 10, 2, 0.0, 0, 0.0, 0, 1, 1, dense_elements=10 * dense, is_calibration=is_calibration)
 
 
-def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before: int | None = None) -> StepTimes:
-    """Return the times of steps of these lengths, after a first step."""
-    now, times = [0.0], StepTimes()
+def measured(
+    monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before: int | None = None, steps: int = 1
+) -> StepTimes:
+    """Return the times of exchanges at these intervals, after a first one."""
+    now, times = [0.0], StepTimes(steps)
     monkeypatch.setattr(step_times, "perf_counter", lambda: now[0])
     times.add(step(dense=True), 0.0)
     for place, (dense, seconds) in enumerate(intervals):
@@ -28,11 +30,13 @@ def measured(monkeypatch: Any, intervals: list[tuple[bool, float]], pause_before
 
 
 def test_dense_and_sparse_steps_have_separate_medians(monkeypatch: Any) -> None:
-    times = measured(monkeypatch, [(True, 9.0), (True, 0.3), (True, 0.3), (False, 0.1), (False, 0.1), (False, 0.2)])
+    intervals = [(True, 9.0), (True, 0.3), (True, 0.3), (False, 0.1), (False, 0.1), (False, 0.2)]
+    times = measured(monkeypatch, intervals)
     assert times.scalars() == pytest.approx(
         {"sparse/median_dense_step_ms": 300, "sparse/median_step_ms": 100, "sparse/median_wait_ms": 10}
     )
     assert times.rows()[0] == ("median dense step", "300 ms (2 steps)")
+    assert measured(monkeypatch, intervals, steps=30).rows()[0] == ("median dense step", "10 ms (60 steps)")
     assert times.verdict() == "A sparse step is 3 times as fast as a dense one."
 
 
