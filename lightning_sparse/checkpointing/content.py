@@ -35,7 +35,6 @@ WRITERS = {
     "gradients": "a ddp_* or hsdp_* strategy or simulated workers",
     "drifts": "a local_* or local_hsdp_* strategy",
 }
-"""The strategies that write each kind, as messages name them."""
 FRESH_STARTS = {
     "gradients": "Residuals start from zero and, with a density, calibration begins.",
     "drifts": "All workers start with the checkpoint's weights as the anchor and, with a density, calibration begins.",

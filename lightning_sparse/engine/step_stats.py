@@ -36,7 +36,10 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class StepStats(LayerStats):
-    """Statistics of one exchange, those of the whole model and more; the same on every worker.
+    """Statistics of one exchange, the same on every worker.
+
+    Of the whole model: ``num_workers`` n, ``num_elements`` d, ``selected`` Σ_i k_i and, in gradient units squared after
+    the step, ``squared_error`` (1/n) Σ_i ‖e_i‖².
 
     Attributes:
         step: the number of earlier exchanges.
