@@ -64,7 +64,7 @@ def restore(
         return {}
     is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _open_tensors(saved, path, first.kind)
-    if not is_same and (first.kind == "drifts" or saved["workers"] or saved["files"]):
+    if not is_same and first.keeps_rest and (first.kind == "drifts" or saved["workers"] or saved["files"]):
         now, start = first.workers.num_workers, STARTS_OF_OTHERS[first.kind]
         rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved['world_size']}: {start}.")
     is_changed = _warn_of_changed_model(source, first)

@@ -4,6 +4,7 @@ torch fails if a hook is removed while its hooks run, and an observer may be gar
 are weak references, and the hooks stay until the last observer is closed.
 """
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -145,9 +146,9 @@ class ParameterStepObserver(StepObserver):
 
 
 def _is_inside(outer: Optimizer) -> bool:
-    """Return whether this call is inside the optimizer's step. No hook tells that a step has raised an exception."""
-    in_backward = torch._C._current_graph_task_id() != -1  # of its closure, perhaps in another thread
-    return in_backward or any(frame.f_locals.get("self") is outer for frame, _ in walk_stack(None))
+    """Return whether the optimizer's step runs, perhaps in another thread. No hook tells that a step has raised."""
+    frames = sys._current_frames().values()
+    return any(frame.f_locals.get("self") is outer for top in frames for frame, _ in walk_stack(top))
 
 
 class UnexchangedParameters:

@@ -68,11 +68,9 @@ class ReduceScatterTransfer(GatherTransfer):
         self._slice_elements = slice_elements(self.format.num_elements, self.workers.num_workers)
         self._slice_format = PayloadFormat(self._slice_elements, self.format.wire)
         self._average_format = PayloadFormat(self._slice_elements, Wire(self.out.dtype))
-        self._average_capacity = self._slice_elements if self.union_capacity is None else self.union_capacity
-        sparse_bytes = self._average_format.payload_bytes(self._average_capacity)
-        self._is_sparse = sparse_bytes < self._slice_elements * self.out.itemsize
-        if not self._is_sparse:
-            self._average_capacity = self._slice_elements
+        capacity = self._slice_elements if self.union_capacity is None else self.union_capacity
+        self._is_sparse = self._average_format.payload_bytes(capacity) < self._slice_elements * self.out.itemsize
+        self._average_capacity = capacity if self._is_sparse else self._slice_elements
 
     @property
     def own_slice(self) -> tuple[int, int]:
