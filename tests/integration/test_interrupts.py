@@ -43,7 +43,7 @@ WHILE_WRITTEN = Point("save 2", "while written")
 
 RESIDUALS = "residuals"
 WORKER_MISSING = "did not reach the save within"
-IN_THE_MIDDLE = "in the middle of an optimizer's step"
+IN_THE_MIDDLE = "an optimizer's step or a new layout of residuals was not complete"
 NO_FILE = "no file"
 
 GATHER, DENSE = Case("gather"), Case("dense")
