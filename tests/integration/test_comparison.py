@@ -186,6 +186,7 @@ def test_failed_tuning_lists_its_attempts(tmp_path):
         ("'a,b': --x\na b: --y", "The runs of 'a,b', 'a b' would share one folder"),
         ("a: --seed_everything=5", "Got '--seed_everything=5', which the comparison sets itself"),
         ("a: --trainer.logger.save_dir=x", "which the comparison sets itself"),
+        ("a: --trainer.log_every_n_steps=5", "which the comparison sets itself"),
         ("λ: --x".encode("utf-16"), "cannot be read"),
     ],
 )
