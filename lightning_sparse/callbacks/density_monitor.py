@@ -33,7 +33,7 @@ class DensityMonitor(StepMonitor):
     - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged after every batch, for any logger.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
       (``sparse/layer_density``), a scalar per layer (``sparse/layer_density/<name>``) in any other logger.
-    - One image in TensorBoard, layers × steps, of log10 density. Updated at the end of ``fit``, and after an epoch
+    - One image in TensorBoard, layers × exchanges, of log10 density. Updated at the end of ``fit``, and after an epoch
       unless the last image is younger than 100 times its drawing time. Needs matplotlib.
     - Step times: medians of dense steps (those of the calibration), of sparse steps, and of the wait for the exchange.
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
@@ -209,7 +209,7 @@ class _LayerHistory:
         return [(name, self._sizes[name], density) for name, density in ranked[:count]]
 
     def figure(self, layer_names: Sequence[str]) -> Any:
-        """Draw layers × steps in log10 of density, in the given order; white without sent values."""
+        """Draw layers × exchanges in log10 of density, in the given order; white without sent values."""
         from matplotlib.figure import Figure
 
         names = [name for name in layer_names if name in self.columns[-1]]

@@ -422,3 +422,10 @@ def test_totals_are_in_the_first_row_of_a_resumed_run(tmp_path: Path) -> None:
     first.save_checkpoint(tmp_path / "a.ckpt")
     trainer_of(7).fit(Classifier(), ResumableData(20), ckpt_path=tmp_path / "a.ckpt")
     assert has_average == [False] * 3 + [True] * 2 + [True] * 2
+
+
+def test_a_restored_monitor_forgets_the_exchanges_of_a_search():
+    monitor = ErrorMonitor()
+    monitor._new_steps.append(StepStats(2, 10, 2, 1.0, 0, 1.0, 0, 1, 1))
+    monitor.load_state_dict({"totals": {"squared_error": 3.0}})
+    assert monitor.state_dict()["totals"] == {"squared_error": 3.0}

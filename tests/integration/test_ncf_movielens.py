@@ -255,11 +255,6 @@ class TestSplit:
 
 
 class TestMetrics:
-    def test_ranks(self):
-        nan = float("nan")
-        scores = torch.tensor([[3.0, 2, 1], [1.0, 2, 3], [2.0, 2, 1], [0.0, 0, 0], [nan, 1, 2], [5.0, nan, 1]])
-        assert pessimistic_ranks(scores).tolist() == [0, 2, 1, 2, 2, 1]
-
     @pytest.mark.parametrize("levels", [None, 15], ids=["distinct", "with ties"])
     def test_against_torchmetrics(self, levels):
         generator = torch.Generator().manual_seed(0)

@@ -162,9 +162,3 @@ def test_the_command_runs_on_loopback_without_ip():
     for rank, line in enumerate(lines):
         worker = json.loads(line[9:])[0]
         assert (worker["RANK"], worker["MASTER_ADDR"], worker["GLOO_SOCKET_IFNAME"]) == (str(rank), "127.0.0.1", "lo")
-
-
-@pytest.mark.parametrize("rate", ["1 gigabit", "5", "1mbps"])
-def test_a_rate_is_a_number_and_its_unit(lab, rate):
-    with pytest.raises(ValueError, match=r"Invalid rate='.*'\. Must be a number with the unit"):
-        lab.shape(rate)

@@ -7,13 +7,16 @@ import re
 import sys
 from functools import partial, reduce
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse import DDPHardThresholdStrategy, SparseDDPStrategy
+from recipes import MissingDataError
 from recipes.__main__ import main
 from recipes.cifar10_94.model import ShortTrainingNetwork
 from recipes.compare.variants import expand_variants
@@ -23,6 +26,8 @@ from recipes.logistic_regression.data import load as load_examples
 from recipes.lstm_wikitext2.data import WikiText2DataModule
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 from recipes.lstm_wikitext2.model import LSTMLanguageModel, TiedLSTM
+from recipes.mean_loss import MeanLoss
+from recipes.missing_data import failing_together
 from recipes.ncf_movielens.data import MovieLensDataModule
 from recipes.ncf_movielens.model import NeuMF
 from recipes.resnet18_cifar10.architectures import build_network
@@ -40,7 +45,7 @@ from tests.integration.recipe_runs import (
     fit_recipe,
     fit_without_network,
 )
-from tests.workers import run_workers
+from tests.workers import on_workers, run_workers
 
 ALL_VARIANTS = {
     f"{path.parent.name}/{path.stem}: {variant.label}": (
@@ -415,3 +420,19 @@ THREE_OF_EACH = {"num_users": 3, "num_items": 3}
 def test_invalid_arguments_raise(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**arguments)
+
+
+@on_workers(2)
+def test_an_error_of_any_kind_ends_all_workers():
+    act, error = mock.Mock(), MissingDataError
+    if dist.get_rank():
+        error = act.side_effect = PermissionError
+    with pytest.raises(error), failing_together():
+        act()
+
+
+def test_a_mean_loss_keeps_nan():
+    loss = MeanLoss()
+    for value in (1.0, math.nan):
+        loss.update(torch.tensor(value), torch.tensor(1))
+    assert loss.compute().isnan()
