@@ -31,13 +31,13 @@ import torch.multiprocessing
 from benchmarks import gpu_check_worker, report, selection
 
 DENSITY = 0.001
-MOST_DENSITY = 0.1
+MAX_DENSITY = 0.1
 """Density allowed in the last step of the section ``steps``, which asks for 1 %."""
-MOST_SECONDS = 50e-6
+MAX_SECONDS = 50e-6
 """Overhead allowed per bucket, beyond the time to copy its bytes."""
 SECTION_SECONDS = 900.0
 """Time limit of a section."""
-MOST_LINES = 20
+MAX_LINES = 20
 SIMULATED = [
     "--trainer.strategy=lightning_sparse.SimulatedWorkersStrategy",
     "--trainer.strategy.num_workers=2",
@@ -68,7 +68,7 @@ def tests(options: argparse.Namespace) -> Section:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECTION_SECONDS)
     summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
-    reasons = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))][:MOST_LINES]
+    reasons = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))][:MAX_LINES]
     verdict = done.returncode == 0 if " passed" in summary else (None if done.returncode in (0, 5) else False)
     return "Tests", "\n".join([summary, *reasons, *_last_lines(done)]), verdict
 
@@ -82,7 +82,7 @@ def kernels(options: argparse.Namespace) -> Section:
         ways = {name: way["seconds"]["median"] for name, way in results["ways"].items()}
         rate = results["floor_bytes_per_second"]
         needed, took = 16 * elements / rate, ways["take_out"] + ways["average"]
-        holds = took <= 1.3 * needed + MOST_SECONDS
+        holds = took <= 1.3 * needed + MAX_SECONDS
         verdict &= holds
         times = (ways["take_out"], ways["take_out_masked"], ways["average"], needed)
         cells = [f"{1e6 * seconds:,.0f}" for seconds in times]
@@ -115,7 +115,7 @@ def steps(options: argparse.Namespace) -> Section:
     ]
     head = ["", "ms per step", "launches", "operators", "waits", "MiB in steps 1 / 2 / 3", "density", "replicas equal"]
     about = "Waits include those of the profiler and the loss scale, as with DDP. MiB: peak minus previous memory."
-    passed = all(row["same"] and (row["density"] or 0.0) < MOST_DENSITY for row in results.values())
+    passed = all(row["same"] and (row["density"] or 0.0) < MAX_DENSITY for row in results.values())
     return "Steps", f"{report.table(head, rows)}\n\n{about}", passed
 
 
@@ -163,7 +163,7 @@ def faults(options: argparse.Namespace) -> Section:
 
 def _last_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     """Return the last error lines of a failed command, else nothing."""
-    return done.stderr.strip().splitlines()[-MOST_LINES:] if done.returncode not in (0, 5) else []
+    return done.stderr.strip().splitlines()[-MAX_LINES:] if done.returncode not in (0, 5) else []
 
 
 def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, limit: float = 600.0) -> bool:

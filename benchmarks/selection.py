@@ -8,7 +8,7 @@ each timing, the residual is restored, so that every repetition selects the same
 
     take_out         p = e + g, select into a payload, keep the rest, ‖e'‖² (compiled functions; Triton kernels)
     take_out_masked  as take_out, but into a dense tensor with zeros, for the dense route
-    plain            compensate, HardThreshold.select, keep_rest: as take_out, but without reused buffers
+    plain            compensate, HardThreshold.select, keep_residual: as take_out, but without reused buffers
     topk             only abs().topk(k) of p, with the threshold's k; does not add or clear
 
 The receiver's part is also measured:
@@ -35,7 +35,7 @@ from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import adding
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import is_available
-from lightning_sparse.selection.bucket import FlatBucket, Residual, compensate, keep_rest
+from lightning_sparse.selection.bucket import FlatBucket, Residual, compensate, keep_residual
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -92,12 +92,12 @@ def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[st
 
     def plain(residual: Tensor) -> None:
         selected = sparsifier.select(compensate(Residual(residual, residual), gradient), layout)
-        keep_rest(residual, selected, wire)
+        keep_residual(residual, selected, wire)
 
     def topk(residual: Tensor) -> Tensor:
         return residual.abs().topk(selected, sorted=False).indices
 
-    extraction = Extraction(sparsifier, num_slices=0, per_layer=False, keeps_rest=True)
+    extraction = Extraction(sparsifier, num_slices=0, per_layer=False, keeps_residual=True)
     payload = torch.zeros(payload_format.payload_bytes(aligned(selected)), dtype=torch.uint8, device=gradient.device)
 
     def fill(transfer: Transfer) -> Way:

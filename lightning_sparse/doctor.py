@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if dist.get_rank() == 0:
             print("\n".join(describe_machine()))
             prediction = estimate(
-                options.parameters, num_workers=num_workers, gbit_per_s=gbit_s, density=options.density, on_gpu=on_gpu
+                options.parameters, num_workers=num_workers, link_gbit_s=gbit_s, density=options.density, on_gpu=on_gpu
             )
             print(describe_link(prediction, round_seconds))
     finally:
@@ -83,7 +83,7 @@ def describe_machine() -> list[str]:
     return [
         f"lightning_sparse {__version__}",
         f"  Python {platform.python_version()}, {versions}",
-        f"  {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads each",
+        f"  {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in use",
         f"  GPUs: {', '.join(gpus) or 'none'}",
         f"  host {socket.gethostname()}: {_address()}",
         *(f"  {name}={os.environ[name]}" for name in VARIABLES if name in os.environ),
@@ -113,7 +113,7 @@ def measure_link(device: torch.device) -> tuple[float, float]:
 
 def describe_link(prediction: Estimate, round_seconds: float) -> str:
     """Return the text of the measurement and of an estimate from it; ``round_seconds`` is the latency."""
-    rate = prediction.gbit_per_s
+    rate = prediction.link_gbit_s
     return (
         f"Link: {gbit(rate)} Gbit/s to each of {prediction.num_workers} workers in an all-reduce of 26 MB; "
         f"{1e3 * round_seconds:.2g} ms for a single element. Pass link_gbit_s={gbit(rate, 2)} to a strategy.\n"

@@ -95,7 +95,7 @@ def train(
     return {
         "exchange": exchange,
         "workers": num_workers,
-        "asked_density": density,
+        "target_density": density,
         "seed": seed,
         "accuracy": round(float((outputs.argmax(1) == test_labels).double().mean()), 4),
         "loss": round(float(cross_entropy(outputs, test_labels)), 4),

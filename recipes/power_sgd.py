@@ -26,7 +26,7 @@ class PowerSGD(Callback):
             than half of its values, it is sent whole, as by torch's hook. Vectors are sent whole too.
 
     Raises:
-        ValueError: the rank is not a whole number of at least 1; before training, a sparsifier selects coordinates.
+        ValueError: the rank is not a whole number of at least 1, or the sparsifier is not Dense when training begins.
     """
 
     def __init__(self, rank: int = 4) -> None:

@@ -35,7 +35,7 @@ class DensityMonitor(StepMonitor):
       (``sparse/layer_density``), a scalar per layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × exchanges, of log10 density. Updated at the end of ``fit``, and after an epoch
       unless the last image is younger than 100 times its drawing time. Needs matplotlib.
-    - Step times: medians of dense steps (those of the calibration), of sparse steps, and of the wait for the exchange.
+    - Step times: medians of dense steps (calibration and other fully dense steps), sparse steps, and waits.
       ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
       ``fit``, and a sentence under the table says what the sparse exchange gains.
     - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker. It shows the target
@@ -154,7 +154,7 @@ class DensityMonitor(StepMonitor):
         if calibration:
             rows.append(("  for calibration", f"{calibration:,.0f}"))
         if self._target_density is not None:
-            rows.append(("density asked for", f"{100 * self._target_density:.4g} %"))
+            rows.append(("target density", f"{100 * self._target_density:.4g} %"))
         rows.append(("average density", f"{100 * self.total():.4g} %"))
         if calibration and later["steps"]:
             rows.append(("density after calibration", f"{100 * later['density'] / later['steps']:.4g} %"))

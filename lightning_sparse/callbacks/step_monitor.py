@@ -102,7 +102,7 @@ class StepMonitor(Callback, ABC):
         """Return the number of the run so far that is logged after every batch."""
 
     def log_layers(self, trainer: Trainer, newest: StepStats) -> None:
-        """Log numbers of layers, on every worker, in a step that Lightning logs if there are new ones."""
+        """Log new numbers of layers, on every worker, in a step that Lightning logs."""
 
 
 def logging_step(trainer: Trainer) -> int:

@@ -8,9 +8,9 @@ from time import perf_counter
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.step_stats import StepStats
 
-MOST_STEPS = 1000
+MAX_SAMPLES = 1000
 """Number of newest exchanges of each kind in a median."""
-FEWEST_STEPS = 2
+MIN_SAMPLES = 2
 LIKE = 1.1
 """Steps whose times differ by less than this factor count as equally long."""
 DENSE, SPARSE, WAIT = "sparse/median_dense_step_ms", "sparse/median_step_ms", "sparse/median_wait_ms"
@@ -30,7 +30,7 @@ class StepTimes:
 
     def __init__(self, steps_per_exchange: int = 1) -> None:
         self._steps_per_exchange = steps_per_exchange
-        self._seconds = {name: deque[float](maxlen=MOST_STEPS) for name in LABELS}
+        self._seconds = {name: deque[float](maxlen=MAX_SAMPLES) for name in LABELS}
         self._last: float | None = None
         self._has_interval = False
 
@@ -57,7 +57,7 @@ class StepTimes:
     def scalars(self) -> dict[str, float]:
         """Return the medians in milliseconds, by the names under which they are logged."""
         samples, scale = self._seconds.items(), 1e3 / self._steps_per_exchange
-        return {name: scale * median(seconds) for name, seconds in samples if len(seconds) >= FEWEST_STEPS}
+        return {name: scale * median(seconds) for name, seconds in samples if len(seconds) >= MIN_SAMPLES}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table."""

@@ -7,7 +7,7 @@ All strategies write the same fields under one key, plain containers and tensors
     world_size      number of workers, or of replicas
     ranks           number of ranks per replica; 1 if the model is not sharded
     unsent_norm     sqrt((1/n) Σ_i ‖e_i‖²) of the workers' unsent values; 0 if a run keeps none, None if
-                    none are saved
+                    none are saved or all are zero
     numbers         ``Snapshot.numbers``; None if no state could be saved
     histories       ``Snapshot.history`` of every rank of a replica
     shared          ``Snapshot.shared``, whole tensors
@@ -42,7 +42,7 @@ FRESH_STARTS = {
 """What a resume does, by its own kind, if the checkpoint has no state of this kind."""
 INCOMPLETE = {
     "gradients": ("residuals", "A resume starts with residuals of zero; unsent values are lost."),
-    "drifts": ("drifts", "A resume starts with its weights as the anchor; the workers' own weights are lost."),
+    "drifts": ("drifts", "A resume starts with the file's weights as the anchor; the workers' own weights are lost."),
 }
 """The tensors of workers, and the consequence if a checkpoint has none."""
 

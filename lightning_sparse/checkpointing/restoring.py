@@ -48,7 +48,8 @@ def restore(
         This rank's ``extra`` of ``collect``; empty if the checkpoint is of another number of workers or ranks.
 
     Raises:
-        RuntimeError: the content is damaged or of a newer version. On every rank, before anything was loaded.
+        RuntimeError: on every rank, the content is damaged or of a newer version. Before loading, except if reading a
+            folder fails.
     """
     first = averagers[0]
     with raised_together():
@@ -64,11 +65,11 @@ def restore(
         return {}
     is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _open_tensors(saved, path, first.kind)
-    if not is_same and first.keeps_rest and (first.kind == "drifts" or saved["workers"] or saved["files"]):
+    if not is_same and first.keeps_residual and (first.kind == "drifts" or saved["workers"] or saved["files"]):
         now, start = first.workers.num_workers, STARTS_OF_OTHERS[first.kind]
         rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved['world_size']}: {start}.")
     is_changed = _warn_of_changed_model(source, first)
-    if not first.keeps_rest:
+    if not first.keeps_residual:
         warn_of_discarded(saved["unsent_norm"])
     extra: dict[str, Any] = {}
     for averager in averagers:
@@ -76,7 +77,7 @@ def restore(
         kinds = [kind for kind in saved["shared"] if is_same or kind != "anchor"]
         snapshot = Snapshot(saved["numbers"], history, extra=extra)
         snapshot.shared = {kind: _parts(source, SHARED, kind, averager) for kind in kinds}
-        if averager.keeps_rest:
+        if averager.keeps_residual:
             snapshot.own = _own_tensors(source, averager, is_same=is_same)
         averager.restore(snapshot)
     if is_changed:  # own optimizer states would not fit
@@ -209,10 +210,11 @@ def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
-        said.append(f"Not in the model, or of another size, so their {what}{_lost_norm(source, lost)} are lost:")
+        what_is_lost = f"{what}{_lost_norm(source, lost)}"
+        said.append(f"The model lacks these parameters or changed their size, so their {what_is_lost} are lost:")
         said.append(shorten(", ".join(lost), LONGEST_LIST) + ".")
     if new:
-        said.append(f"Not in the checkpoint, so their {what} start from zero:")
+        said.append(f"The checkpoint lacks these parameters, so their {what} start from zero:")
         said.append(shorten(", ".join(new), LONGEST_LIST) + ".")
     if averager.kind == "drifts":
         said.append("All workers start with the checkpoint's own optimizers.")

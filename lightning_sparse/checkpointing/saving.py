@@ -54,8 +54,8 @@ def run_together(
     If that fails, warn and return None and the reason, which is equal on all participating workers.
 
     Args:
-        averager: this worker's.
-        timeout: of the process group, the longest time to wait for others.
+        averager: this worker's averager.
+        timeout: the process group's timeout, which limits the wait for others.
         obstacles: why this worker cannot save, beside the averager's own. Workers must agree on them.
         function: gets the workers in a separate group.
         action: names the function in the reason if it fails.
@@ -97,7 +97,7 @@ def collect_together(
     not change the content's tensors, so they may be written while training goes on.
 
     Args:
-        averager: this worker's.
+        averager: this worker's averager.
         worker_state: whether the content holds every worker's state, or only as much as one worker has.
         timeout: see ``run_together``.
         obstacles: see ``run_together``.
@@ -152,7 +152,7 @@ def collect(
     snapshot = averager.snapshot(workers if kinds else None)
     content |= {"numbers": snapshot.numbers, "histories": replica.gather_objects_to_first(snapshot.history)}
     if not kinds:
-        return content if averager.keeps_rest else content | {"unsent_norm": 0.0}
+        return content if averager.keeps_residual else content | {"unsent_norm": 0.0}
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
     extras = {**snapshot.extra, **(extra or {})} if worker_state == "full" else {}
     of_workers = workers.gather_objects_to_first((unsent_norm(kept.get("unsent", {})), copied(extras)))
@@ -243,7 +243,7 @@ def part_of(path: Path) -> Path:
 def put_in_place(path: Path) -> None:
     """Give a complete folder its name and remove the old checkpoint; do nothing if there is no such folder.
 
-    A kill leaves one of the two, or both between the renames: ``.NAME.whole`` and ``.NAME.old``.
+    A kill leaves the old or the new checkpoint, or both between the renames: ``.NAME.old`` and ``.NAME.whole``.
     """
     complete, old = (path.with_name(f".{path.name}.{ending}") for ending in ("whole", "old"))
     shutil.rmtree(complete, ignore_errors=True)

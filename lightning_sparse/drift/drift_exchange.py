@@ -127,7 +127,7 @@ class DriftExchange:
                 target = bucket.read(memory).sub_(drift.start).add_(target)
             bucket.write(target)
         gradient_bytes = sum(bucket.gradient_bytes for bucket in self.buckets)
-        self._engine.account(dense_bytes=self.options.every_n_steps * gradient_bytes)
+        self._engine.end_step(dense_bytes=self.options.every_n_steps * gradient_bytes)
         self.is_changing = False
 
     def _move_anchor(self, exchanged: list[DriftBucket]) -> None:

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, changes_weights
 
-MOST_UNSEEN = 20
+MAX_UNSEEN = 20
 """Steps of an optimizer without a call of ``averager.step()`` before a warning."""
-ENOUGH_CALLS = 40
+CALLS_BEFORE_WARNING = 40
 """Calls before a warning about too many calls."""
 LOST_STEP = (
     "An optimizer's step while the model has the mean of all workers' weights (in averaged_weights(), in validation) "
@@ -42,10 +42,10 @@ class ObservedSteps(ParameterStepObserver):
             return
         self._steps += 1
         self._steps_since_call[id(optimizer)] += 1
-        if self._steps_since_call[id(optimizer)] == MOST_UNSEEN:
+        if self._steps_since_call[id(optimizer)] == MAX_UNSEEN:
             self._warn(
                 "calls",
-                f"{type(optimizer).__name__} took {MOST_UNSEEN} steps without a call of averager.step(), so workers "
+                f"{type(optimizer).__name__} took {MAX_UNSEEN} steps without a call of averager.step(), so workers "
                 "exchange nothing and their weights differ. Call it after each optimizer step",
             )
 
@@ -54,7 +54,7 @@ class ObservedSteps(ParameterStepObserver):
         self._calls += 1
         self._idle_calls += self._steps > 0 and not self._steps_since_call
         self._steps_since_call.clear()
-        if self._calls >= ENOUGH_CALLS and 5 * self._idle_calls >= 2 * self._calls:
+        if self._calls >= CALLS_BEFORE_WARNING and 5 * self._idle_calls >= 2 * self._calls:
             self._warn(
                 "calls",
                 f"averager.step() was called {self._calls} times for {self._steps} optimizer steps, and every_n_steps "

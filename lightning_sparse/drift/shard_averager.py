@@ -59,7 +59,7 @@ class ShardModelAverager(SparseModelAverager):
         sharding = Sharding(module, mesh, drift_settings(sparsifier, options, per_layer_stats))
         self.replica = sharding.replica
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
-        self._engine.of_whole_model = sharding.of_all_shards
+        self._engine.combine_shards = sharding.combine_shards
         self._whole, self.place = module, sharding.place
 
     def _prepare(self) -> None:

@@ -75,10 +75,10 @@ class UntrainedTensors:
         is_same = (rows == rows[:1]).all(0)
         return {
             name: now if now.numel() == compared[name].numel() and now.dtype == compared[name].dtype else compared[name]
-            for (name, now), (has_one_hash, has_one_size) in zip(
+            for (name, now), (is_same_hash, is_same_size) in zip(
                 self._tensors(compared).items(), is_same.tolist(), strict=True
             )
-            if has_one_size and not has_one_hash
+            if is_same_size and not is_same_hash
         }
 
     def changed(self, workers: Workers | None = None) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ class Averager:
 
     Attributes:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
-        keeps_rest: whether unsent values stay in the residual.
+        keeps_residual: whether unsent values stay in the residual.
         workers: the workers that exchange values.
         sparsifier: this averager's copy, with the calibrated λ after calibration.
         residuals: unsent values, only of averagers of gradients.
@@ -53,12 +53,12 @@ class Averager:
     _advice_for_others = "begin without it"
     _parameters: Mapping[str, Tensor]
     _committed_numbers: Mapping[str, Any] | None = None
-    """The numbers before an exchange on which no optimizer has stepped yet; None if these are the current ones."""
+    """The numbers before an exchange on which no optimizer has stepped yet; None if the current are committed."""
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
         self.workers, self.sparsifier = engine.workers, engine.sparsifier
-        self.keeps_rest = engine.options.keeps_rest
+        self.keeps_residual = engine.options.keeps_residual
         self.place = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
         if isinstance(engine.sparsifier, HardThreshold):
             warn_of_patterns(engine.sparsifier.layer_thresholds, names)
@@ -114,7 +114,7 @@ class Averager:
         self.sparsifier.begin_epoch(number, rates)
 
     def subscribe(self, receiver: Callable[[StepStats], None]) -> None:
-        """Call the receiver with the statistics of every later exchange when that ends.
+        """Call the receiver with the statistics of each later exchange when it ends.
 
         The receiver may run inside backward, on every worker. It must be fast and must not communicate.
         """
@@ -125,7 +125,7 @@ class Averager:
     def watch_next(self, receiver: Callable[[FlatBucket], None]) -> None:
         """Call the receiver with every bucket of the next exchange, before its values are selected.
 
-        It sees this worker's values and must not change or keep them. It may run inside backward.
+        The receiver sees this worker's values and must not change or keep them. It may run inside backward.
         """
         self._engine.watch_next = receiver
 
@@ -134,7 +134,7 @@ class Averager:
 
         Args:
             threshold: λ ≥ 0, in the units of the averaged tensors. 0 sends everything until you set another λ. With a
-                density, another λ is adjusted.
+                target density, any λ above 0 is then adjusted.
 
         Raises:
             TypeError: the sparsifier is not a hard threshold.
@@ -161,7 +161,7 @@ class Averager:
         """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective."""
         self._engine.restore(snapshot)
         residuals = snapshot.own.get("unsent", {})
-        if not self.keeps_rest:
+        if not self.keeps_residual:
             warn_of_discarded(unsent_norm(residuals))
             return
         sizes = {name: real_numel(local(parameter)) for name, parameter in self.parameters.items()}

@@ -24,17 +24,17 @@ class Calibrator:
     Args:
         sparsifier: the sparsifier whose λ the calibrator sets.
         logs: whether to log the calibrated λ and to warn about a late calibration.
-        keeps_rest: whether unsent values stay in the residual. If not, the residual is always zero, so the calibrator
-            ignores it.
+        keeps_residual: whether unsent values stay in the residual. If not, the residual is always zero, so the
+            calibrator ignores it.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, logs: bool, keeps_rest: bool) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, logs: bool, keeps_residual: bool) -> None:
         self._sparsifier: HardThreshold | None = None
         if isinstance(sparsifier, HardThreshold) and not isinstance(sparsifier, Dense):
             self._sparsifier = sparsifier
         self._name = type(sparsifier).__name__
         self._logs = logs
-        self._keeps_rest = keeps_rest
+        self._keeps_rest = keeps_residual
         self.begin()
 
     def begin(self) -> None:
@@ -145,7 +145,7 @@ class Calibrator:
             control = self._controls[name] = DensityControl(density)
         # Not the pace of a layer's target: λ of a layer that sends a coordinate in every second step would jump.
         pace, overshoot = pace_of(self._sparsifier.density), self._sparsifier.overshoot
-        return control.corrected(threshold, stats, pace, keeps_rest=self._keeps_rest, overshoot=overshoot)
+        return control.corrected(threshold, stats, pace, keeps_residual=self._keeps_rest, overshoot=overshoot)
 
     def state_dict(self) -> dict[str, Any]:
         """Return λ, the running calibration and the controllers; None for a missing λ or calibration."""

@@ -7,22 +7,22 @@ from torch import finfo, float32
 
 from lightning_sparse.engine.step_stats import LayerStats
 
-FEWEST_STEPS = 3  # of a calibration
+MIN_STEPS = 3  # of a calibration
 STABLE = 0.2
-"""Calibration ends once the standard error of the mean ‖g‖² is this share of the mean."""
+"""Calibration ends once the standard error of the mean ‖g‖² is at most this share of the mean."""
 RECENT_STEPS = 10
 """The running density is averaged over about this many steps. RECENT_STEPS, HORIZON and GAIN assume a pace of 1."""
 HORIZON = 100
 """The controller makes up for a surplus or deficit since calibration in about this many steps."""
 GAIN = 0.04
-"""λ changes by this share of the ratio, in logarithms. Density is roughly proportional to 1/λ², so gain and average
-form a loop with a damping ratio of 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
-DENSITY_OF_PACE_1, LARGEST_PACE = 0.01, 5.0
-"""The pace is 1 up to this density and then grows in proportion to the density, up to this pace. A change of λ takes
-effect in about 1 / density steps, and a training may have only 40 exchanges. At a higher pace, λ would oscillate if all
-coordinates move about equally far, as with Adam."""
+"""log λ changes by this share of log(recent / aim). Density is roughly proportional to 1/λ², so gain and average form a
+loop with a damping ratio of 1 / sqrt(8 · GAIN · RECENT_STEPS) = 0.56."""
+DENSITY_OF_PACE_1, MAX_PACE = 0.01, 5.0
+"""The pace is 1 up to DENSITY_OF_PACE_1, then grows in proportion to the density, up to MAX_PACE. A change of λ
+takes effect in about 1 / density steps, and a training may have only 40 exchanges. At a higher pace, λ would oscillate
+if all coordinates move about equally far, as with Adam."""
 LOG_RATIO = log(16.0)
-"""The controller limits the logarithm of the ratio of running to target density to this."""
+"""The controller limits the absolute value of log(recent / aim) to this."""
 EXCESS_FACTOR, EXCESS_GAIN = 2.0, 0.2
 """If both the running and the current density exceed the target by the factor, λ also grows by the gain times the
 excess: after calibration in the first warmup steps, λ is soon a hundred times too small. At a pace of 1, λ grows by at
@@ -31,8 +31,8 @@ LOG_AIM = log(4.0)
 """The largest distance of the controller's aim from the target density, in logarithms."""
 SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
 """λ stays between these: it is compared with float32 values."""
-MOST_FOR_ONE = 0.5
-"""The largest target share of a small layer in which the density is less than one coordinate."""
+MAX_SMALL_LAYER_SHARE = 0.5
+"""The largest target share of a layer whose density asks for less than one coordinate per step."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class ThresholdCalibration:
     """Measures E‖g‖² over the first steps and turns a density into λ = sqrt(E‖g‖² / (density · d)).
 
     The residual of a coordinate with gradient noise of variance σ² is a random walk that restarts when it leaves
-    (−λ, λ), after about λ²/σ² steps. So the average density is about E‖g‖² / (λ² d). The estimate is within 20 % below
-    1 % density on a small ResNet on CIFAR-10. Above some 10 % it is too high, because the walk overshoots a λ of the
-    order of σ. The density follows changes of the gradients' scale during training.
+    (−λ, λ), after about λ²/σ² steps. So the average density is about E‖g‖² / (λ² d). At densities below 1 %, the
+    estimated density is within 20 % on a small ResNet on CIFAR-10. Above about 10 %, it is too high, because the walk
+    overshoots a λ close to σ. The density follows changes of the gradients' scale during training.
 
     Args:
         density: the density to aim at, in (0, 1].
@@ -74,7 +74,7 @@ class ThresholdCalibration:
 
     def _is_stable(self) -> bool:
         steps, mean = self.measured_steps, self.sum / self.measured_steps
-        if steps < FEWEST_STEPS:
+        if steps < MIN_STEPS:
             return False
         variance = max(0.0, self.sum_of_squares / steps - mean**2) * steps / (steps - 1)
         return variance / steps <= (STABLE * mean) ** 2
@@ -91,18 +91,19 @@ def pace_of(density: float) -> float:
         >>> [pace_of(density) for density in (0.001, 0.01, 0.03, 0.3)]
         [1.0, 1.0, 3.0, 5.0]
     """
-    return min(LARGEST_PACE, max(1.0, density / DENSITY_OF_PACE_1))
+    return min(MAX_PACE, max(1.0, density / DENSITY_OF_PACE_1))
 
 
 @dataclass
 class DensityControl:
     """Adjusts λ of the model or of a layer slowly from global densities, so that it is equal on all workers.
 
-    A proportional controller that aims at the target density and compensates for an earlier surplus or deficit::
+    A proportional controller that aims at the target density and compensates for an earlier surplus or deficit.
+    Densities are relative to the target::
 
-        owed   = Σ (asked − seen)                          in steps at the target density
-        aim    = asked · exp(owed · pace / HORIZON)        within a factor of four
-        λ      ← λ · (recent / aim) ^ (GAIN · pace) · max(1, min(recent, seen) / (2 · asked)) ^ EXCESS_GAIN
+        owed   = Σ (1 − seen)                              in steps at the target density
+        aim    = exp(owed · pace / HORIZON)                within a factor of four
+        λ      ← λ · (recent / aim) ^ (GAIN · pace) · max(1, min(recent, seen) / 2) ^ EXCESS_GAIN
 
     Attributes:
         density: the share of coordinates to send on average, in (0, 1].
@@ -122,7 +123,7 @@ class DensityControl:
         stats: LayerStats,
         pace: float,
         *,
-        keeps_rest: bool = True,
+        keeps_residual: bool = True,
         overshoot: float = 0.0,
     ) -> float:
         """Return λ for the next step.
@@ -135,17 +136,17 @@ class DensityControl:
             threshold: λ of this step.
             stats: the statistics of this step.
             pace: the pace of λ relative to small densities; see ``pace_of``.
-            keeps_rest: whether unsent values stay in the residual. If not, λ also falls while a layer is not used,
+            keeps_residual: whether unsent values stay in the residual. If not, λ also falls while a layer is not used,
                 because the statistics do not show whether its gradient was zero or below λ.
             overshoot: κ of the hard threshold.
         """
         has_moved = stats.selected or stats.squared_error != self.squared_error
         self.squared_error = stats.squared_error
-        if keeps_rest and not has_moved:
+        if keeps_residual and not has_moved:
             return threshold
         seen = stats.density / self.density
         self.recent += (seen - self.recent) * pace / RECENT_STEPS
-        if keeps_rest and seen < 1 and is_all_sent(stats, self.density, overshoot * threshold):
+        if keeps_residual and seen < 1 and is_all_sent(stats, self.density, overshoot * threshold):
             return threshold
         most = LOG_AIM * HORIZON / pace
         self.owed = min(most, self.owed + 1 - seen)  # bounded, so that a long deficit is not sent at once
@@ -180,4 +181,4 @@ def share_of_layer(density: float, num_elements: int) -> float:
         >>> [share_of_layer(0.01, size) for size in (1, 10, 1000)]
         [0.5, 0.1, 0.01]
     """
-    return max(density, min(MOST_FOR_ONE, 1 / num_elements))
+    return max(density, min(MAX_SMALL_LAYER_SHARE, 1 / num_elements))

@@ -2,15 +2,15 @@
 
 Every worker passes the same buckets in the same order, of gradients or of drifts. For each bucket:
 
-1. compensate    p = e + g / S, in the residual's memory
-2. select        the sparsifier picks coordinates of p, except in layers that are left out
-3. keep          e' = p − out stays in the residual
+1. compensate    p = e + g / S in the residual's memory; e: residual, g: gradient or drift, S: loss scale
+2. select        the sparsifier picks coordinates of p; in left-out layers, only non-finite ones
+3. keep          e' = p − out stays in the residual; out: the values to send
 4. exchange      the exchange of out starts
 
 and after the last bucket:
 
-5. finish        the average of out is in all averages: (1/n) Σ_i out_i, or over the workers that sent the coordinate;
-                 the headers of all workers give the step's statistics
+5. finish        every ``bucket.average`` holds (1/n) Σ_i out_i, or the mean over the coordinate's senders; the headers
+                 of all workers give the step's statistics
 """
 
 import copy
@@ -61,7 +61,7 @@ class Engine:
         wait_seconds: seconds for which this worker waited in the last step after it started its last bucket.
         next_step: the number of the next step for the sparsifier; the caller may set it back.
         subscribers: called with the statistics of each step after its exchange; must not communicate.
-        of_whole_model: turns this rank's statistics into those of the whole model, if it is sharded. All ranks of a
+        combine_shards: turns this rank's statistics into those of the whole model, if it is sharded. All ranks of a
             replica call it and get the same result.
         watch_next: called with every bucket of the next exchange before its values are selected; None afterwards.
     """
@@ -81,7 +81,7 @@ class Engine:
         # As text, because a checkpoint may not support the types in a custom sparsifier's settings.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._saved_sparsifier = self.sparsifier = copy.deepcopy(sparsifier)
-        calibrator_of = partial(Calibrator, logs=self.workers.rank == 0, keeps_rest=options.keeps_rest)
+        calibrator_of = partial(Calibrator, logs=self.workers.rank == 0, keeps_residual=options.keeps_residual)
         self._saved_calibrator = self.calibrator = calibrator_of(self.sparsifier)
         if workers is None and self.workers.num_workers == 1 and self.exchange.has_shortcut:  # nothing to exchange
             # Checkpoints still contain the given sparsifier's λ and history, for a resume on several workers.
@@ -92,14 +92,14 @@ class Engine:
         self.next_step = 0
         self.wait_seconds = 0.0
         self.subscribers: list[Callable[[StepStats], None]] = []
-        self.of_whole_model: Callable[[StepStats], StepStats] = lambda stats: stats
+        self.combine_shards: Callable[[StepStats], StepStats] = lambda stats: stats
         self.watch_next: Callable[[FlatBucket], None] | None = None
         self.per_layer_stats = per_layer_stats or self.calibrator.needs_layers
         self._extraction = Extraction(
             self.sparsifier,
             num_slices=self.workers.num_workers if self.exchange.counts_slices else 0,
             per_layer=self.per_layer_stats,
-            keeps_rest=options.keeps_rest,
+            keeps_residual=options.keeps_residual,
         )
         self._buckets: list[FlatBucket] = []
         self._headers: list[Tensor] = []
@@ -121,7 +121,7 @@ class Engine:
         # A layer may have a λ of its own, also in calibration.
         runs = self.sparsifier.runs(layout, dtype) if isinstance(self.sparsifier, HardThreshold) else None
         sends_all = runs is not None and not any(run.threshold for run in runs)
-        # If workers send everything, no sum may wait.
+        # If workers send everything, sparse_sums must not keep small sums back.
         is_full = self.calibrator.is_running or (sends_all and self.options.exchange == "sparse_sums")
         bucket.average = gradient
         if gradient.dtype != dtype:  # too narrow for the average
@@ -173,11 +173,11 @@ class Engine:
         self._headers = [header[:, :length] for header, length in zip(headers, lengths, strict=True)]
         return [header[:, length:] for header, length in zip(headers, lengths, strict=True)]
 
-    def account(self, *, more_bytes: int = 0, dense_bytes: int | None = None, counts: bool = True) -> None:
+    def end_step(self, *, extra_bytes: int = 0, dense_bytes: int | None = None, counts: bool = True) -> None:
         """End the step, and pass its statistics to calibration and subscribers.
 
         Args:
-            more_bytes: bytes that this worker passed to the caller's own collectives in this step.
+            extra_bytes: bytes that this worker passed to the caller's own collectives in this step.
             dense_bytes: bytes that a worker would have sent with DDP since the last exchange; None for those of the
                 exchanged buckets.
             counts: whether training uses the step for certain; if not, the density controller ignores it until
@@ -187,14 +187,14 @@ class Engine:
         before = self.last_step
         stats = StepStats(
             step=0 if before is None else before.step + 1,
-            payload_bytes=self._sent_bytes + more_bytes,
+            payload_bytes=self._sent_bytes + extra_bytes,
             dense_bytes=sum(bucket.gradient.nbytes for bucket in buckets) if dense_bytes is None else dense_bytes,
             dense_elements=self._dense_elements,
             threshold=self.sparsifier.current_threshold,
             is_calibration=self.calibrator.is_running,
             **numbers_of_headers([bucket.layout for bucket in buckets], self._headers),
         )
-        self.last_step = stats = self.of_whole_model(stats)
+        self.last_step = stats = self.combine_shards(stats)
         self.next_step += 1
         self.calibrator.observe(stats, counts=counts)
         for receiver in self.subscribers:

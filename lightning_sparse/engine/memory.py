@@ -102,9 +102,9 @@ class ResidualMemory:
             self._loaded[name] = flatten_as(self._parameters[name], self._loaded[name])
 
     def _lay_out(self, layout: LayerLayout, gradient: Tensor) -> "_ResidualPair":
-        formers = {self._places[name][0] for name in layout.names if name in self._places}
-        self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket not in formers}
-        for former in formers:
+        previous = {self._places[name][0] for name in layout.names if name in self._places}
+        self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket not in previous}
+        for former in previous:
             former.shrink()
         committed = torch.zeros(layout.num_elements, dtype=kept_dtype(gradient), device=gradient.device)
         bucket = _ResidualPair(layout, committed, committed if self._in_place else torch.zeros_like(committed))

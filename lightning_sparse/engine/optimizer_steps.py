@@ -146,7 +146,7 @@ class ParameterStepObserver(StepObserver):
 
 
 def _is_inside(outer: Optimizer) -> bool:
-    """Return whether the optimizer's step runs, perhaps in another thread. No hook tells that a step has raised."""
+    """Return whether the optimizer's step runs in any thread: no hook reports a step that raised."""
     frames = sys._current_frames().values()
     return any(frame.f_locals.get("self") is outer for top in frames for frame, _ in walk_stack(top))
 
@@ -164,12 +164,12 @@ class UnexchangedParameters:
         self._of_other_modules = WeakTensorKeyDictionary()
 
     def first_with_gradient(self) -> str | None:
-        """Return the first name of an unexchanged parameter with a gradient, or None."""
+        """Return the name of the first unexchanged parameter with a gradient, or None."""
         unknown = ((name, parameter) for name, parameter in self._named() if id(parameter) not in self._exchanged)
         return next((name for name, parameter in unknown if parameter.grad is not None), None)
 
     def first_of(self, optimizer: Optimizer) -> str | None:
-        """Return an optimizer's first unexchanged parameter with a gradient, or None."""
+        """Return the name of an optimizer's first unexchanged parameter with a gradient, or None."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 is_known = id(parameter) in self._exchanged or parameter in self._of_other_modules
@@ -187,6 +187,6 @@ class UnexchangedParameters:
 
 
 def changes_weights(optimizer: Optimizer) -> bool:
-    """Return whether a step can change weights, which a learning rate of 0 excludes."""
+    """Return whether a step can change weights: a learning rate is not 0."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return any(rate is None or float(rate) != 0 for rate in rates)

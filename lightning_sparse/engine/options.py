@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.exchange.exchange import ExchangeMode
-from lightning_sparse.exchange.wire import DTYPES, MOST_STEPS, ValueDtype
+from lightning_sparse.exchange.wire import DTYPES, MAX_GRID_STEPS, ValueDtype
 from lightning_sparse.sparsifiers.arguments import is_number, require_count, require_flag, require_word
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
@@ -55,13 +55,13 @@ class ExchangeOptions:
 
     def validate(self, sparsifier: Sparsifier) -> None:
         """Raise ValueError if these options do not support the sparsifier's values."""
-        most_steps = MOST_STEPS.get(DTYPES[self.value_dtype])
+        most_steps = MAX_GRID_STEPS.get(DTYPES[self.value_dtype])
         no_grid = None if most_steps is None else sparsifier.why_no_grid(most_steps)
         if no_grid is not None:
             raise ValueError(f"Got value_dtype={self.value_dtype!r} {no_grid}")
         overshoot = getattr(sparsifier, "overshoot", 0.0)
         no_overshoot, no_sums = self.why_no_overshoot, self.why_no_sparse_sums
-        if not self.keeps_rest:
+        if not self.keeps_residual:
             no_overshoot = "with error_feedback='none', which would enlarge every sent value for good"
             no_sums = "with error_feedback='none', which would lose small sums"
         elif no_sums is None and not isinstance(sparsifier, HardThreshold):
@@ -72,7 +72,7 @@ class ExchangeOptions:
             raise ValueError(f"Got exchange='sparse_sums' {no_sums}. Use exchange='auto'.")
 
     @property
-    def keeps_rest(self) -> bool:
+    def keeps_residual(self) -> bool:
         """Whether unsent values stay in the residual."""
         return True
 
@@ -118,7 +118,7 @@ class GradientOptions(ExchangeOptions):
             raise ValueError(f"Invalid local_clip_norm={norm!r}. Must be a finite number above 0, or None to not clip.")
 
     @property
-    def keeps_rest(self) -> bool:
+    def keeps_residual(self) -> bool:
         """Whether unsent values stay in the residual."""
         return self.error_feedback != "none"
 
@@ -134,8 +134,8 @@ class DriftOptions(ExchangeOptions):
             *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).
         drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
             ``keep_drift=False``.
-        average_over: the workers whose drifts a coordinate averages. ``"senders"``: those that sent a nonzero value for
-            it, or all workers if the whole bucket is sent. ``"workers"``: all; unsent values count as 0.
+        average_over: the workers over which a coordinate is averaged. ``"senders"``: those that sent a nonzero value
+            for it, or all workers if the whole bucket is sent. ``"workers"``: all; unsent values count as 0.
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
             subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.

@@ -56,7 +56,7 @@ class Sharding:
             self.replica = replica_workers(self.group)
         self.place = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
 
-    def of_all_shards(self, own: StepStats) -> StepStats:
+    def combine_shards(self, own: StepStats) -> StepStats:
         """Return the statistics of the whole model. Collective: every rank of the replica calls this.
 
         The bytes are those that all ranks of the replica pass to collectives between replicas. If several ranks hold

@@ -102,7 +102,7 @@ def require_seal(state: Any) -> None:
     """Raise ``DamagedStateError`` if an entry has changed since ``sealed``."""
     seal = state.get(SEAL) if isinstance(state, Mapping) else None
     if not isinstance(seal, Mapping):
-        raise DamagedStateError("its seal", "is missing")
+        raise DamagedStateError("the seal", "is missing")
     entries = dict(_entries_of(state))
     for path in seal:
         if path not in entries:

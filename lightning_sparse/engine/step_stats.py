@@ -20,7 +20,7 @@ class LayerStats:
         num_workers: n.
         num_elements: d, the number of exchanged elements.
         selected: Σ_i k_i over all workers.
-        squared_error: (1/n) Σ_i ‖e_i‖² after the step, in gradient units squared.
+        squared_error: (1/n) Σ_i ‖e_i‖² after the step, in squared units of the averaged tensors.
     """
 
     num_workers: int
@@ -38,8 +38,8 @@ class LayerStats:
 class StepStats(LayerStats):
     """Statistics of one exchange, the same on every worker.
 
-    Of the whole model: ``num_workers`` n, ``num_elements`` d, ``selected`` Σ_i k_i and, in gradient units squared after
-    the step, ``squared_error`` (1/n) Σ_i ‖e_i‖².
+    Of the whole model: ``num_workers`` n, ``num_elements`` d, ``selected`` Σ_i k_i and, after the step,
+    ``squared_error`` (1/n) Σ_i ‖e_i‖². λ and errors have the units of the averaged tensors: gradients or drifts.
 
     Attributes:
         step: the number of earlier exchanges.
@@ -47,7 +47,7 @@ class StepStats(LayerStats):
         non_finite: the number of NaN and infinite values that all workers sent.
         payload_bytes: bytes that each worker passed to collectives in this step.
         dense_bytes: bytes that plain DDP passes to all-reduces in the same steps.
-        threshold: λ in gradient units, None for a sparsifier without λ.
+        threshold: λ, None for a sparsifier without λ.
         dense_elements: elements of buckets that took the dense route or were restarted as dense.
         is_calibration: whether everything was sent to find λ.
         layers: statistics per parameter name if ``per_layer_stats`` is set; else empty.
@@ -65,7 +65,7 @@ class StepStats(LayerStats):
 
     @property
     def error_norm(self) -> float:
-        """sqrt((1/n) Σ_i ‖e_i‖²) after the step, in gradient units."""
+        """sqrt((1/n) Σ_i ‖e_i‖²) after the step."""
         return sqrt(self.squared_error)
 
 

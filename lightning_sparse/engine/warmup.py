@@ -22,7 +22,7 @@ from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 LAYER_ELEMENTS = 256
-"""Small, but densely sent it takes more bytes than the smallest payload, so sparse routes stay sparse."""
+"""Small, but larger in dense form than the smallest payload, so sparse routes stay sparse."""
 
 
 def warm_up_steps(

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_sparse._version import __version__
 
-MOST_NAMED = 10
+MAX_NAMED = 10
 _T = TypeVar("_T")
 
 
@@ -41,10 +41,10 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
             f"  {name}: " + ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
             for name, values in values_by_name.items()
         ]
-        if len(lines) > MOST_NAMED:
-            lines[MOST_NAMED:] = [f"  and {len(lines) - MOST_NAMED} more"]
+        if len(lines) > MAX_NAMED:
+            lines[MAX_NAMED:] = [f"  and {len(lines) - MAX_NAMED} more"]
         raise RuntimeError(
-            "The workers differ in model, settings or versions. Start all workers with the same ones. Differences:\n"
+            "The workers differ in model, settings or versions, which must be the same. Differences:\n"
             + "\n".join(lines)
         )
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-PATIENCE = 100
+STEPS_BEFORE_FREE = 100
 """After every so many steps, memory is freed if these steps used less than a quarter of it."""
 
 
@@ -27,16 +27,16 @@ class Buffers:
             record_current_stream(self._held.pop(key))
 
     def end_step(self) -> None:
-        """Free memory after every PATIENCE steps that did not need it."""
+        """Every STEPS_BEFORE_FREE steps, free memory that these steps did not need."""
         self._steps += 1
-        if self._steps % PATIENCE == 0:
+        if self._steps % STEPS_BEFORE_FREE == 0:
             for key, held in list(self._held.items()):
                 if 4 * self._peaks.get(key, 0) < held.numel():
                     record_current_stream(self._held.pop(key))
             self._peaks.clear()
 
     def take(self, name: object, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor of shape (numel,); the same memory for the same name."""
+        """Return an uninitialised tensor of shape (numel,); the same memory for the same name, dtype and device."""
         key = (name, dtype, device)
         self._peaks[key] = max(numel, self._peaks.get(key, 0))
         capacity = numel

@@ -29,7 +29,7 @@ class Estimate:
     Attributes:
         num_elements: d, of all trained parameters.
         num_workers: n.
-        gbit_per_s: rate of a worker's link, in one direction.
+        link_gbit_s: rate of a worker's link, in one direction.
         density: share of sent coordinates.
         dense_seconds: seconds per step of a dense exchange in float32.
         sparse_seconds: seconds per step of a sparse exchange.
@@ -41,7 +41,7 @@ class Estimate:
 
     num_elements: int
     num_workers: int
-    gbit_per_s: float
+    link_gbit_s: float
     density: float
     dense_seconds: float
     sparse_seconds: float
@@ -59,7 +59,7 @@ class Estimate:
     def __str__(self) -> str:
         """Return the verdict in a few sentences."""
         sentences = [
-            f"{self.num_elements:,} elements, {self.num_workers} workers, {gbit(self.gbit_per_s)} Gbit/s each: "
+            f"{self.num_elements:,} elements, {self.num_workers} workers, {gbit(self.link_gbit_s)} Gbit/s each: "
             f"without overlap with backward, a dense exchange takes {duration(self.dense_seconds)}, and one at a "
             f"density of {100 * self.density:g} % takes {duration(self.sparse_seconds)}."
         ]
@@ -81,7 +81,7 @@ def estimate(
     model: nn.Module | int,
     *,
     num_workers: int,
-    gbit_per_s: float,
+    link_gbit_s: float,
     density: float = 0.001,
     value_dtype: ValueDtype = "float32",
     compute_seconds: float | None = None,
@@ -95,7 +95,7 @@ def estimate(
     Args:
         model: the module, whose parameters with ``requires_grad`` are exchanged; or the number of their elements.
         num_workers: n, at least 2.
-        gbit_per_s: rate at which a worker receives, above 0: that of a node's network card, divided by the ranks of a
+        link_gbit_s: rate at which a worker receives, above 0: that of a node's network card, divided by the ranks of a
             node if replicas are sharded.
         density: share of sent coordinates, in (0, 1].
         value_dtype: the dtype of values in payloads.
@@ -104,16 +104,16 @@ def estimate(
 
     Raises:
         ValueError: a number is outside its range, or layers of the model are not initialised.
-        TypeError: no model.
+        TypeError: ``model`` is not a module or a number.
 
     Example:
-        >>> result = estimate(11_173_962, num_workers=8, gbit_per_s=1, compute_seconds=0.06)
+        >>> result = estimate(11_173_962, num_workers=8, link_gbit_s=1, compute_seconds=0.06)
         >>> round(result.dense_seconds, 2), round(result.sparse_seconds, 3), round(result.times_faster)
         (0.74, 0.023, 10)
     """
     require_count("num_workers", num_workers, least=2, instead=": a single worker exchanges nothing")
-    if not is_number(gbit_per_s) or not 0 < gbit_per_s < inf:
-        raise ValueError(f"Invalid {gbit_per_s=}. Must be above 0 and finite, in Gbit/s.")
+    if not is_number(link_gbit_s) or not 0 < link_gbit_s < inf:
+        raise ValueError(f"Invalid {link_gbit_s=}. Must be above 0 and finite, in Gbit/s.")
     if isinstance(model, bool) or not isinstance(model, (int, nn.Module)):
         raise TypeError(f"Invalid {model=}. Must be a module or the number of its parameters.")
     if isinstance(model, nn.Module) and any(map(nn.parameter.is_lazy, model.parameters())):
@@ -128,7 +128,7 @@ def estimate(
     num_elements = model if isinstance(model, int) else sum(sizes)
     if num_elements < 1:
         raise ValueError(f"Got {num_elements} elements to exchange. Must be at least 1: check requires_grad.")
-    rates = speeds(gbit_per_s, on_gpu=on_gpu)
+    rates = speeds(link_gbit_s, on_gpu=on_gpu)
     dense_element, sparse_element = (0.0, GPU_SPARSE_ELEMENT) if on_gpu else (CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT)
     whole = Costs(num_workers, num_elements, DTYPES[value_dtype].itemsize, sum_bytes=4)
     received = whole.received_bytes(density * num_elements, density * num_elements / num_workers)
@@ -149,7 +149,7 @@ def estimate(
     return Estimate(
         num_elements=num_elements,
         num_workers=num_workers,
-        gbit_per_s=float(gbit_per_s),
+        link_gbit_s=float(link_gbit_s),
         density=density,
         dense_seconds=dense_seconds,
         sparse_seconds=sparse_seconds(density),

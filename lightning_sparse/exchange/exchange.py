@@ -22,7 +22,7 @@ from lightning_sparse.exchange.buffers import Buffers, copy_to_host
 from lightning_sparse.exchange.groups import Nodes, end_group, find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
-from lightning_sparse.exchange.routes.dense import DenseStepsTransfer, DenseTransfer, wire_of_sums
+from lightning_sparse.exchange.routes.dense import DenseTransfer, QuantisedDenseTransfer, wire_of_sums
 from lightning_sparse.exchange.routes.gather import GatherTransfer, PayloadCoalescer
 from lightning_sparse.exchange.routes.hierarchical import HierarchicalTransfer
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer, slice_elements
@@ -32,7 +32,7 @@ from lightning_sparse.exchange.workers import Pending, Workers, use_batch_schedu
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense", "hierarchical"]
 FIRST_CAPACITY = 1024
-"""The assumed count, from which the first capacity of a route that the user chose follows."""
+"""Selected coordinates assumed before the first count, for routes that the user chose."""
 UNEVEN_SLICES = 2
 """The assumed ratio of the fullest slice to the mean slice before the first count."""
 
@@ -69,7 +69,7 @@ class Exchange:
         self.mode = mode
         self.link_gbit_s = link_gbit_s
         self.workers = workers or Workers(group, dist.get_rank(group), dist.get_world_size(group))
-        # The assumed rate of a link depends on it.
+        # The assumed link rate depends on whether all workers share a node.
         self._is_one_node = mode == "auto" and link_gbit_s is None and workers is None and is_one_node(self.workers)
         has_slices = mode == "auto" and self.workers.num_workers > 2
         self.counts_slices = has_slices or mode in ("reduce_scatter", "sparse_sums")
@@ -145,11 +145,11 @@ class Exchange:
         if self._nodes is not None and not is_empty:
             return HierarchicalTransfer(*common, nodes=self._nodes)
         fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
-        element = wire.dtype.itemsize + wire_of_sums(wire, out.dtype, n).dtype.itemsize if wire.is_stepped else 0
+        element = wire.dtype.itemsize + wire_of_sums(wire, out.dtype, n).dtype.itemsize if wire.is_quantised else 0
         costs = Costs(n, num_elements, wire.dtype.itemsize, out.itemsize, fixed_bytes, element)
         route = "dense" if is_full or is_empty else self._route(key, costs, on_gpu=out.device.type != "cpu")
         if route == "dense":
-            dense = (DenseStepsTransfer if wire.is_stepped and not is_empty else DenseTransfer)(*common)
+            dense = (QuantisedDenseTransfer if wire.is_quantised and not is_empty else DenseTransfer)(*common)
             dense.is_typical = not is_full
             return dense
         capacity = self._forecasts["selected"].get(key, Forecast.first(FIRST_CAPACITY)).capacity(num_elements)
@@ -243,7 +243,7 @@ class Exchange:
     def _gather(self, numbers: list[Tensor]) -> Tensor:
         """Return all workers' headers and sizes on the device: float64, shape (n, sum of lengths + sizes).
 
-        ``numbers`` are this worker's, without headers in the last bucket's payload.
+        ``numbers`` holds this worker's sizes, and its headers unless the last bucket's payload carries them.
         """
         n, pending, gathered = self.workers.num_workers, Pending(), []
         if numbers:

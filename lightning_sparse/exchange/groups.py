@@ -50,7 +50,7 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Return a new group of these ranks with the parent's timeout. Collective for these ranks only.
 
-    All ranks pass the same new name, with which the group's keys in the store start. Groups whose ranks gather DTensors
+    All ranks pass the same new name, the prefix of the group's keys in the store. Groups whose ranks gather DTensors
     are serial: Gloo runs one collective at a time (``_SerialGloo``).
     """
     world = dist.group.WORLD

@@ -17,7 +17,7 @@ from lightning_sparse.exchange.workers import Pending, Workers
 class ThreadWorkers:
     """Runs workers in threads that synchronise in their collectives.
 
-    One thread computes at a time, because threads that compete for Python's lock need twice the processor time.
+    One thread computes at a time, because threads that compete for the GIL need twice the CPU time.
     """
 
     def __init__(self, num_workers: int) -> None:

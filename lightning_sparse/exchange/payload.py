@@ -108,7 +108,7 @@ class PayloadFormat:
 
         Args:
             payload: uint8, shape (payload_bytes(c),).
-            marks: not zero at the coordinates to write, where NaN counts; shape (num_elements,).
+            marks: nonzero or NaN at the coordinates to write, shape (num_elements,).
             values: from ``Wire.rounded``, shape (num_elements,).
         """
         # Unused positions get an index beyond all blocks, so no block counts them.
@@ -136,7 +136,7 @@ class PayloadFormat:
     def unpack_padded(self, payload: Tensor, dtype: torch.dtype) -> Selection:
         """Return c coordinates without knowing k, and so without a wait for the device.
 
-        Those after the first k have the index num_elements and the value 0.
+        Coordinates after the first k have the index num_elements and the value 0.
         """
         _, ends, values, offsets = self.parts(payload)
         places = torch.arange(values.numel(), device=payload.device)

@@ -57,7 +57,7 @@ class SaveBarrier:
         self._name = f"lightning_sparse/{gather_objects(uuid4().hex, workers.group)[0]}"
         self._store = PrefixStore(self._name, _get_default_store())
         self._saving: Workers | None = None
-        self._generation = self._made_as = 0  # of the group, the largest of all workers by the last wait
+        self._generation = self._made_as = 0  # of the saving group; after a wait, the largest of all workers
 
     def saving_workers(self) -> Workers:
         """Return the same workers in a separate group, whose messages cannot collide with a step's. Collective.
@@ -83,7 +83,7 @@ class SaveBarrier:
             self._generation += 1
 
     def saving_failed(self) -> None:
-        """Record that this worker may have left the group in the middle of a message; the next save needs another."""
+        """Record that this worker may have left the group in a message, so that the next save needs another group."""
         self._generation += 1
 
     def wait(self, status: dict[str, Any], patience: float) -> str | None:
@@ -162,7 +162,7 @@ def patience_of(timeout: timedelta | None, *, is_exchanging: bool = False) -> fl
 
 
 def is_interrupted() -> bool:
-    """Return whether an exception is being handled, or a signal by Lightning."""
+    """Return whether an exception, or a signal by Lightning, is being handled."""
     if sys.exc_info()[0] is not None:
         return True
     callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe())]

@@ -96,6 +96,6 @@ def read_folder(tree: dict[str, Any], folder: Path) -> str | None:
 
 
 def shapes_in_folder(folder: Path) -> dict[str, torch.Size]:
-    """Return the shape of every tensor in a folder by its path, such as ``"0.residual.weight"``. Not collective."""
+    """Return the shape of every tensor in a folder by its path, such as ``"0.unsent.fc.weight"``. Not collective."""
     known = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {path: getattr(entry, "size", torch.Size()) for path, entry in known.items()}

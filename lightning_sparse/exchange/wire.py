@@ -19,7 +19,7 @@ DTYPES: dict[ValueDtype, torch.dtype] = {
     "float8": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
-MOST_STEPS = {torch.float8_e4m3fn: 448 * 512, torch.int16: 32_767, torch.int8: 127}
+MAX_GRID_STEPS = {torch.float8_e4m3fn: 448 * 512, torch.int16: 32_767, torch.int8: 127}
 """The largest magnitude in steps. int16 is only for sums of int8 (``exchange/routes/dense.py``)."""
 
 
@@ -41,12 +41,12 @@ class Wire:
     step: float = 1.0
 
     @property
-    def is_stepped(self) -> bool:
+    def is_quantised(self) -> bool:
         """Whether values are multiples of the step."""
-        return self.dtype in MOST_STEPS
+        return self.dtype in MAX_GRID_STEPS
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         """Whether values are sent as integers."""
         return not self.dtype.is_floating_point
 
@@ -63,7 +63,7 @@ class Wire:
     @property
     def limit(self) -> float:
         """The largest magnitude in the dtype."""
-        return float(torch.iinfo(self.dtype).max) if self.is_whole else torch.finfo(self.dtype).max
+        return float(torch.iinfo(self.dtype).max) if self.is_integer else torch.finfo(self.dtype).max
 
     def rounded(self, values: Tensor) -> Tensor:
         """Return the values as they will be decoded, in their own dtype; the rest stays in the residual.
@@ -73,28 +73,28 @@ class Wire:
         """
         if self.dtype == values.dtype:
             return values
-        if not self.is_stepped:
+        if not self.is_quantised:
             within = torch.where(values.isfinite(), values.clamp(-self.limit, self.limit), values)
             return within.to(self.dtype).to(values.dtype)
         scaled = values.div(self.scale).clamp_(-self.limit, self.limit)
         # Rounds half to even, and turns -0.0, which integers cannot hold, into 0.0.
-        scaled = scaled.round_().add_(0.0) if self.is_whole else scaled.to(self.dtype).to(values.dtype)
+        scaled = scaled.round_().add_(0.0) if self.is_integer else scaled.to(self.dtype).to(values.dtype)
         return torch.where(values.isfinite(), scaled.mul_(self.scale), nan)
 
     def encoded(self, values: Tensor) -> Tensor:
         """Return rounded values, the results of ``rounded``, in the storage dtype."""
-        if not self.is_stepped:
+        if not self.is_quantised:
             return values.to(self.dtype)
         scaled = values.div(self.scale)
-        if self.is_whole:
+        if self.is_integer:
             return torch.where(values.isnan(), torch.iinfo(self.dtype).min, scaled).to(self.dtype)
         return scaled.to(self.dtype).view(self.storage)
 
     def decoded(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         """Return encoded values in a floating dtype."""
-        if not self.is_stepped:
+        if not self.is_quantised:
             return encoded.to(dtype)
-        if self.is_whole:
+        if self.is_integer:
             is_nan = encoded == torch.iinfo(self.dtype).min
             return torch.where(is_nan, nan, encoded.to(dtype).mul_(self.scale))
         return encoded.view(self.dtype).to(dtype).mul_(self.scale)
@@ -109,18 +109,18 @@ def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifie
         sparsifier: gives the step of multiples; without a sparsifier or a step, values have the residual's dtype.
     """
     dtype = DTYPES[name]
-    if dtype in MOST_STEPS and sparsifier is not None:
-        step = sparsifier.grid_step(MOST_STEPS[dtype])
+    if dtype in MAX_GRID_STEPS and sparsifier is not None:
+        step = sparsifier.grid_step(MAX_GRID_STEPS[dtype])
         if step is not None:
             return Wire(dtype, step)
         _warn_of_missing_step(name)
-    return Wire(residual_dtype if dtype in (torch.float32, *MOST_STEPS) else dtype)
+    return Wire(residual_dtype if dtype in (torch.float32, *MAX_GRID_STEPS) else dtype)
 
 
 @lru_cache
 def _warn_of_missing_step(name: ValueDtype) -> None:
     rank_zero_warn(
-        f"lightning_sparse: with the current thresholds, the range of value_dtype={name!r} is too small (λ = 0 has "
-        "none). Values are sent as float32. Choose layer_thresholds closer to the calibrated threshold, leave out "
-        "granularity='layer', or use 'bfloat16'."
+        f"lightning_sparse: with the current thresholds, the range of value_dtype={name!r} is too small (every λ "
+        "must be above 0). Values are sent as float32. Choose layer_thresholds closer to the calibrated threshold, "
+        "leave out granularity='layer', or use 'bfloat16'."
     )

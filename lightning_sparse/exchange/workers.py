@@ -83,7 +83,7 @@ class Workers:
     Over Gloo, gather and all-to-all consist of messages: every worker first posts the receives from all others, then
     sends. For small messages it sends first, so that nothing arrives meanwhile (``use_batch_scheduling``). Gloo's
     all-gather is a ring of n − 1 rounds, in which a posted receive waits behind data in its direction. At 100 Mbit/s,
-    8 MB between two workers took 1.5 times the link's time, and twice the time with Gloo's all-to-all
+    8 MB between two workers took 1.5 times the link's time with Gloo's all-gather, and twice with its all-to-all
     (benchmarks/scaling.py).
 
     Attributes:
@@ -123,7 +123,7 @@ class Workers:
         """Replace floating-point or complex tensors by their mean, the same bits on all workers. Collective."""
         if self.num_workers == 1:
             return
-        filled = [tensor for tensor in _as_real(tensors) if tensor.numel()]  # torch 2.8 loses the shape of others
+        filled = [tensor for tensor in _as_real(tensors) if tensor.numel()]  # torch 2.8 loses empty shapes
         for batch in _take_tensors(filled, MESSAGE_BYTES):  # type: ignore[no-untyped-call]
             flat = torch.cat([tensor.flatten() for tensor in batch])
             flat = flat if flat.dtype == torch.float64 else flat.float()

@@ -27,7 +27,7 @@ from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 Averaged = torch.futures.Future[Tensor]
 """The future of a bucket's averaged gradient, for which DDP waits at the end of backward."""
-MOST_REGROUPED_STEPS = 2
+MAX_REGROUPED_STEPS = 2
 """DDP rebuilds its buckets after the first iteration, or after the second of a static graph. The rebuilt buckets may
 differ from the saved ones, for example with another ``bucket_cap_mb``."""
 
@@ -55,7 +55,7 @@ class DDPBuckets:
         """
         names = [name for bucket in saved_layout for name in bucket]
         self._saved_layout = [list(bucket) for bucket in saved_layout] if sorted(names) == sorted(self._strides) else []
-        self._steps_to_regroup = MOST_REGROUPED_STEPS
+        self._steps_to_regroup = MAX_REGROUPED_STEPS
 
     def read(self, grad_bucket: GradBucket) -> tuple[FlatBucket, Averaged]:
         """Return a bucket of DDP, and the future that ``resolve_futures`` completes.

@@ -147,7 +147,7 @@ class SparseJoinHook(JoinHook):
 
     A worker without batches sends zeros in each exchange and keeps its residual for its next backward. It takes no
     step, so sent values would be rolled back and sent again. It also does not observe the steps of other workers, on
-    which λ and the step number depend. In the end, it receives both from a worker that observed these steps.
+    which λ and the step number depend. At the end, it receives both from a worker that observed these steps.
     """
 
     def __init__(self, hook: JoinHook, state: SparseState, device: torch.device) -> None:

@@ -28,7 +28,7 @@ from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, weak_method
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
-PATIENCE = 20
+STEPS_BEFORE_WARNING = 20
 """Backwards rolled back without any step, or steps with gradients that no optimizer uses, before a warning."""
 CAREFUL_EXCHANGES = 2
 """Exchanges whose gradient norms are always stored; later only if a backward ever began with pending changes."""
@@ -105,7 +105,7 @@ class PendingGradients(StepObserver):
         _remove(self._hooks)
 
     @property
-    def is_certain(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether the committed changes belong to the current weights.
 
         False while changes are committed, and within an optimizer's step after it has changed a weight.
@@ -146,7 +146,7 @@ class PendingGradients(StepObserver):
                 self._marks[name] = _mark_of(parameter, parameter.grad)
 
     def backward_has_ended(self) -> None:
-        """Store gradients after a backward in which no callback could be queued."""
+        """Note pending gradients after a backward in which no callback could be queued."""
         if self.pending and not self._marks:
             self._note_gradients_and_norms()
 
@@ -217,16 +217,16 @@ class PendingGradients(StepObserver):
             call(gone)
         if not self.progress and not self.is_stepping:
             self._rolled_back_without_a_step += 1
-            if self._rolled_back_without_a_step == PATIENCE:
+            if self._rolled_back_without_a_step == STEPS_BEFORE_WARNING:
                 rank_zero_warn(
-                    f"lightning_sparse: the gradients of {PATIENCE} backwards were dropped, and no "
+                    f"lightning_sparse: the gradients of {STEPS_BEFORE_WARNING} backwards were dropped, and no "
                     "torch.optim.Optimizer has stepped on these parameters: their unsent values are lost. If you "
                     "update weights without an optimizer, or an optimizer holds copies of them, call state.commit() "
                     "after each update (strategy.state, or the result of register_comm_hook)."
                 )
 
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
-        """Return those of an optimizer's changed gradients that ``zero_grad`` has cleared, which clears all of them."""
+        """Return those of an optimizer's changed gradients that ``zero_grad`` has cleared; it clears all or none."""
         with torch.no_grad():
             zero = {name for name, gradient in changed.items() if not gradient.any()}
         were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
@@ -269,12 +269,12 @@ class PendingGradients(StepObserver):
         self._committed_at.update(dict.fromkeys(names, self._num_exchanges))
         self._pending_anywhere -= names
         self._num_steps += 1
-        if self._num_steps == PATIENCE and (unowned := sorted(self.pending - self._owners.keys())):
+        if self._num_steps == STEPS_BEFORE_WARNING and (unowned := sorted(self.pending - self._owners.keys())):
             listed = ", ".join(unowned[:3]) + (", …" if len(unowned) > 3 else "")
             rank_zero_warn(
                 f"lightning_sparse: {len(unowned)} parameters get gradients, but no optimizer stepped on them in "
-                f"{PATIENCE} steps ({listed}). Their gradients accumulate, count in the density and in Top-k, and "
-                "make resumes inexact. Freeze them, requires_grad_(False), or pass them to an optimizer."
+                f"{STEPS_BEFORE_WARNING} steps ({listed}). Their gradients accumulate, count in the density and in "
+                "Top-k, and make resumes inexact. Freeze them, requires_grad_(False), or pass them to an optimizer."
             )
         for call in self.on_step:
             call(names)

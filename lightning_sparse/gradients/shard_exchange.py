@@ -30,7 +30,7 @@ from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.buffers import numbers_on_device
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients.steps_on_averages import StepsOnAverages
+from lightning_sparse.gradients.averaged_steps import AveragedStepObserver
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
@@ -75,7 +75,7 @@ class ShardExchange(Averager):
     """
 
     kind = "gradients"
-    observed_steps: StepsOnAverages
+    observed_steps: AveragedStepObserver
     _advice_for_others = "begin with residuals of zero"
 
     def __init__(
@@ -99,11 +99,11 @@ class ShardExchange(Averager):
             super().__init__(engine, named)
             buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
             self.workers.broadcast([*map(local, named.values()), *map(local, buffers)])
-            self._engine.of_whole_model = sharding.of_all_shards
+            self._engine.combine_shards = sharding.combine_shards
         self._is_closed = False
         self.place = sharding.place
         self._parameters = named
-        self.observed_steps = StepsOnAverages(module, named.values())
+        self.observed_steps = AveragedStepObserver(module, named.values())
         self._buckets: list[ParameterBucket] = []
         self._taken: set[str] = set()
         self.residuals = ResidualMemory(in_place=True)
@@ -160,7 +160,7 @@ class ShardExchange(Averager):
         notes = self._engine.finish()
         for bucket, flat, marks in zip(self._buckets, exchanged, notes, strict=True):
             self.observed_steps.averaged(_write_gradients(bucket, flat.average, marks.any(0).tolist()))
-        self._engine.account()
+        self._engine.end_step()
         self.is_exchanging = False
 
     def _bucket_new(self) -> None:
@@ -180,7 +180,7 @@ class ShardExchange(Averager):
         return {name: real_numel(local(p)) for name, p in self._parameters.items() if name in self._taken}
 
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return this rank's state, with residuals of all laid-out parameters. Not collective."""
+        """Return this rank's state, with residuals of all bucketed parameters. Not collective."""
         for bucket in self._buckets:
             self._residual(bucket)  # new ones are zero
         return super().snapshot(workers)
@@ -202,7 +202,7 @@ def _bucket_of_copies(
 
 
 def _write_gradients(bucket: ParameterBucket, average: Tensor, used_by_any: Collection[bool]) -> list[Tensor]:
-    """Write averages to gradients of parameters that any replica used; return these.
+    """Write averages to gradients of parameters that any replica used; return these parameters.
 
     The average is flat, shape (layout.num_elements,), and ``used_by_any`` has an entry for each parameter.
     """

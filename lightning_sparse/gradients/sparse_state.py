@@ -1,8 +1,8 @@
 """The state of DDP's communication hook, which passes DDP's buckets to the engine.
 
 DDP passes buckets one by one, in the same order on all workers, during backward. Each bucket gets its residual and is
-added to the engine. In the hook of the last bucket, the averages, times S, replace the gradients in all buckets. The
-changes are pending until an optimizer steps on the gradients, and are rolled back otherwise
+added to the engine. In the hook of the last bucket, the averages, times the loss scale S, replace the gradients in all
+buckets. Changes of residuals are pending until an optimizer steps on the gradients, and are rolled back otherwise
 (``lightning_sparse.gradients.pending_gradients``).
 """
 
@@ -78,7 +78,7 @@ class SparseState(Averager):
         self.options = options
         # A layer that is frozen later stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
-        self.residuals = ResidualMemory(self._parameters, in_place=not self.keeps_rest)
+        self.residuals = ResidualMemory(self._parameters, in_place=not self.keeps_residual)
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
         self._optimizers = optimizers
@@ -111,9 +111,9 @@ class SparseState(Averager):
         self._use.close()
 
     @property
-    def is_certain(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether the committed state belongs to the current weights."""
-        return self.pending_gradients.is_certain and not self._is_moving
+        return self.pending_gradients.is_consistent and not self._is_moving
 
     def commit(self) -> None:
         """Commit all exchanged gradients, as an optimizer's step does.
@@ -127,8 +127,8 @@ class SparseState(Averager):
     @property
     def has_own_state(self) -> bool:
         """Whether any residual can be nonzero on any worker; false within the first step."""
-        has_exchanged = self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_certain
-        return self.keeps_rest and has_exchanged
+        has_exchanged = self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_consistent
+        return self.keeps_residual and has_exchanged
 
     def reset(self) -> None:
         """Return to the state before the first step."""
@@ -162,7 +162,7 @@ class SparseState(Averager):
 
     def obstacles(self) -> list[str]:
         """Return reasons why residuals cannot be saved now."""
-        return [] if self.is_certain else ["an optimizer's step or a new layout of residuals was not complete"]
+        return [] if self.is_consistent else ["an optimizer's step or a new layout of residuals was not complete"]
 
     def receive(self, grad_bucket: GradBucket) -> Averaged:
         """Exchange a bucket of DDP. Collective: all workers, for the same bucket."""
@@ -186,7 +186,7 @@ class SparseState(Averager):
             raise RuntimeError("The state was closed, so it would not see the optimizer's steps. Wrap the model anew.")
         if self.is_exchanging:  # an exception interrupted the last backward
             self.pending_gradients.roll_back_all()
-            if not self.keeps_rest:
+            if not self.keeps_residual:
                 self.residuals.load_state_dict({})  # its only tensor may hold values of that backward
         self.pending_gradients.begin_exchange()
         # Exchanges without an optimizer step do not count, as after a resume.
@@ -226,11 +226,11 @@ class SparseState(Averager):
         buckets, self._buckets = self._buckets, []
         layouts = [bucket.layout for bucket in buckets]
         used_by_any, with_old = self._use.end(layouts, self._engine.finish())
-        more_bytes = 0
+        extra_bytes = 0
         for bucket in buckets:
             if self._scale is not None:
                 bucket.average.mul_(self._scale)
-            more_bytes += self._use.add_old(self.workers, with_old, bucket.layout, bucket.average)
+            extra_bytes += self._use.add_old(self.workers, with_old, bucket.layout, bucket.average)
             if bucket.average is not bucket.gradient:
                 bucket.gradient.copy_(bucket.average)
             self._use.put_back(used_by_any, bucket.layout, bucket.gradient)
@@ -244,7 +244,7 @@ class SparseState(Averager):
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()
         # The exchange counts after an optimizer steps on it, which an idle worker does not observe.
-        self._engine.account(more_bytes=more_bytes, counts=self.is_idle)
+        self._engine.end_step(extra_bytes=extra_bytes, counts=self.is_idle)
 
     def _note_numbers(self) -> None:
         """Store the numbers of the committed step for checkpoints."""
@@ -276,8 +276,8 @@ class SparseState(Averager):
             listed = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
             rank_zero_info(
                 f"lightning_sparse: gradients were dropped before an optimizer stepped on them ({listed}): they do not "
-                "train, as under DDP. If you store gradients and use them later, call state.commit() after each "
-                "backward. This message appears once; see docs/reliability.md."
+                "change weights, as under DDP. If you store gradients and use them later, call state.commit() after "
+                "each backward. This message appears once; see docs/reliability.md."
             )
 
 

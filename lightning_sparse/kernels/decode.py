@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from lightning_sparse.kernels.launching import jit, tl
-from lightning_sparse.kernels.values import divide, of_wire
+from lightning_sparse.kernels.values import divide, from_wire
 
 
 @jit
@@ -35,7 +35,7 @@ def add_payloads(
             position = first + tl.arange(0, TILE)
             at = _offsets(row_offsets, position, end)
             held = tl.load(out + at, mask=position < end, other=0.0)
-            value = of_wire(tl.load(values + position, mask=position < end, other=0), scale, held.dtype)
+            value = from_wire(tl.load(values + position, mask=position < end, other=0), scale, held.dtype)
             tl.store(out + at, held + value, mask=position < end)
             if senders is not None:
                 count = tl.load(senders + at, mask=position < end, other=0)

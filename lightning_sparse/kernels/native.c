@@ -58,7 +58,7 @@ INLINE uint32_t nearest(float p, int fraction_bits, int bias, float limit) {
     return ((bits + (1u << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift) - ((127u - bias) << fraction_bits);
 }
 
-/* Returns the finite number of such a code. */
+/* Returns the finite number of a code of `nearest`. */
 INLINE float magnitude_of(uint32_t code, int fraction_bits, int bias) {
     uint32_t bits = (code << (23 - fraction_bits)) + ((127u - bias) << 23);
     float p;
@@ -76,7 +76,7 @@ INLINE uint16_t to_bfloat16(float p) {
     return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-INLINE float of_bfloat16(uint16_t code) {
+INLINE float from_bfloat16(uint16_t code) {
     uint32_t bits = (uint32_t)code << 16;
     float p;
     memcpy(&p, &bits, sizeof p);
@@ -89,7 +89,7 @@ INLINE uint16_t to_float16(float p) {
     return (uint16_t)(code | (signbit(p) ? 0x8000 : 0));
 }
 
-INLINE float of_float16(uint16_t code) {
+INLINE float from_float16(uint16_t code) {
     uint32_t magnitude = code & 0x7FFF;
     float p = magnitude < 0x7C00 ? magnitude_of(magnitude, 10, 15) : magnitude > 0x7C00 ? NAN : INFINITY;
     return code & 0x8000 ? -p : p;
@@ -101,7 +101,7 @@ INLINE uint8_t to_float8(float p, float scale) {
     return (uint8_t)(nearest(p * (1.0f / scale), 3, 7, 448.0f) | (signbit(p) ? 0x80 : 0)); /* scaled exactly */
 }
 
-INLINE float of_float8(uint8_t code, float scale) {
+INLINE float from_float8(uint8_t code, float scale) {
     float p = (code & 0x7F) == 0x7F ? NAN : magnitude_of(code & 0x7F, 3, 7);
     return (code & 0x80 ? -p : p) * scale;
 }
@@ -115,9 +115,9 @@ INLINE void put(float p, void *values, int64_t place, int32_t wire, float scale)
 
 INLINE float get(const void *values, int64_t place, int32_t wire, float scale) {
     if (wire == WIRE_FLOAT32) return ((const float *)values)[place];
-    if (wire == WIRE_BFLOAT16) return of_bfloat16(((const uint16_t *)values)[place]);
-    if (wire == WIRE_FLOAT16) return of_float16(((const uint16_t *)values)[place]);
-    if (wire == WIRE_FLOAT8) return of_float8(((const uint8_t *)values)[place], scale);
+    if (wire == WIRE_BFLOAT16) return from_bfloat16(((const uint16_t *)values)[place]);
+    if (wire == WIRE_FLOAT16) return from_float16(((const uint16_t *)values)[place]);
+    if (wire == WIRE_FLOAT8) return from_float8(((const uint8_t *)values)[place], scale);
     int8_t steps = ((const int8_t *)values)[place];
     return steps == INT8_MIN ? NAN : (float)steps * scale; /* the lowest encodes non-finite values */
 }
@@ -126,9 +126,9 @@ INLINE float get(const void *values, int64_t place, int32_t wire, float scale) {
    finite. sent_and_kept in selection/bucket.py (tensors) and in kernels/values.py (Triton) give the same bits. */
 INLINE float sent_and_kept(float p, float excess, int32_t wire, float scale, float *kept) {
     float value = p > 0.0f ? p + excess : p - excess, sent = value;
-    if (wire == WIRE_BFLOAT16) sent = of_bfloat16(to_bfloat16(value));
-    if (wire == WIRE_FLOAT16) sent = of_float16(to_float16(value));
-    if (wire == WIRE_FLOAT8) sent = of_float8(to_float8(value, scale), scale);
+    if (wire == WIRE_BFLOAT16) sent = from_bfloat16(to_bfloat16(value));
+    if (wire == WIRE_FLOAT16) sent = from_float16(to_float16(value));
+    if (wire == WIRE_FLOAT8) sent = from_float8(to_float8(value, scale), scale);
     float rest = p - sent;
     *kept = isfinite(rest) ? rest : 0.0f;
     return sent;

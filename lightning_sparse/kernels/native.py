@@ -134,7 +134,7 @@ def _library() -> Any:
         if not compiler or shutil.which(compiler[0]) is None:
             rank_zero_info(f"lightning_sparse: there is no C compiler {command!r} (CC=… names another). {consequence}")
             return None
-        # These follow the user's options, because fast mathematics would lose NaN.
+        # After the user's options, to override -ffast-math, which would lose NaN.
         flags = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
         if platform.machine() in ("x86_64", "AMD64"):
             flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
@@ -163,10 +163,10 @@ def _passes_self_test() -> bool:
     take_out(step, 0.4, 0, size)
     compensated = special + gradient / 3.0
     is_kept = compensated.abs() < 0.4
-    eighth = compensated.div(0.25).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32).mul(0.25)
-    eighth = eighth.masked_fill(~compensated.isfinite(), float("nan"))
-    rest = (compensated - eighth).nan_to_num(0.0)
-    expected = torch.where(is_kept, compensated, rest), (eighth / 3.0).masked_fill(is_kept, 0.0)
+    as_float8 = compensated.div(0.25).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32).mul(0.25)
+    as_float8 = as_float8.masked_fill(~compensated.isfinite(), float("nan"))
+    rest = (compensated - as_float8).nan_to_num(0.0)
+    expected = torch.where(is_kept, compensated, rest), (as_float8 / 3.0).masked_fill(is_kept, 0.0)
     pairs = zip((after, out), expected, strict=True)
     is_right = all(torch.equal(*map(_bits, pair)) for pair in pairs)
     if not is_right:

@@ -9,7 +9,7 @@ from lightning_sparse.kernels.values import _is_finite, divide, sent_and_kept
 
 @jit
 def walk_block(
-    former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
+    residual_before: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
     excesses: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, counts: tl.tensor,
     out: tl.tensor, numbers: tl.tensor,
     num_elements: tl.tensor, divisor: tl.tensor, scale: tl.tensor, WIRE: tl.constexpr, LIMIT: tl.constexpr,
@@ -29,23 +29,23 @@ def walk_block(
     # Complete words of 32 elements come first, because their uniform mask lets threads load four elements at a time.
     whole = length // 32 * 32
     for tile in range(0, whole, WORDS * 32):
-        ones, wrong, kept = _walk_words(
-            former, residual, gradient, loss_scale, thresholds, excesses, run_starts, first_run, bits, out,
+        ones, non_finite_bits, kept = _walk_words(
+            residual_before, residual, gradient, loss_scale, thresholds, excesses, run_starts, first_run, bits, out,
             begin, tile // 32 + tl.arange(0, WORDS), whole, divisor, scale, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected_of_word += ones
-        non_finite_of_word += wrong
+        non_finite_of_word += non_finite_bits
         squares_of_place += kept * kept
     selected = tl.sum(selected_of_word, 0)
     non_finite = tl.sum(non_finite_of_word, 0)
     squares = tl.sum(tl.sum(squares_of_place.to(tl.float64), 1), 0)
     if whole < length:
-        ones, wrong, kept = _walk_words(
-            former, residual, gradient, loss_scale, thresholds, excesses, run_starts, first_run, bits, out,
+        ones, non_finite_bits, kept = _walk_words(
+            residual_before, residual, gradient, loss_scale, thresholds, excesses, run_starts, first_run, bits, out,
             begin, whole // 32 + tl.arange(0, 1), length, divisor, scale, WIRE, LIMIT, CLEARS,
         )  # fmt: skip
         selected += tl.sum(ones, 0)
-        non_finite += tl.sum(wrong, 0)
+        non_finite += tl.sum(non_finite_bits, 0)
         squares += tl.sum(tl.sum((kept * kept).to(tl.float64), 1), 0)
     blocks = tl.num_programs(0)
     tl.store(counts + block, selected)
@@ -55,7 +55,7 @@ def walk_block(
 
 @jit
 def _walk_words(
-    former: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
+    residual_before: tl.tensor, residual: tl.tensor, gradient: tl.tensor, loss_scale: tl.tensor, thresholds: tl.tensor,
     excesses: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, bits: tl.tensor, out: tl.tensor,
     begin: tl.tensor, word: tl.tensor, length: tl.tensor, divisor: tl.tensor, scale: tl.tensor,
     WIRE: tl.constexpr, LIMIT: tl.constexpr, CLEARS: tl.constexpr,
@@ -64,7 +64,7 @@ def _walk_words(
     column = tl.arange(0, 32)[None, :]
     at = word[:, None] * 32 + column
     inside = at < length
-    p = tl.load(former + begin + at, mask=inside, other=0.0)
+    p = tl.load(residual_before + begin + at, mask=inside, other=0.0)
     g = tl.load(gradient + begin + at, mask=inside, other=0.0).to(p.dtype)
     if loss_scale is not None:
         g = divide(g, tl.load(loss_scale).to(p.dtype))
@@ -93,7 +93,7 @@ def _walk_words(
 def _of_run(
     numbers: tl.tensor, run_starts: tl.tensor, first_run: tl.tensor, begin: tl.tensor, at: tl.tensor, p: tl.tensor
 ) -> tl.tensor:
-    """Return the number of the run of each position in this program's block."""
+    """Return each position's value in ``numbers``, which has one value per run."""
     if run_starts is None:
         number = tl.zeros_like(p) + tl.load(numbers)
     else:

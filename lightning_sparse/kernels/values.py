@@ -45,7 +45,7 @@ def _to_float8(p: tl.tensor) -> tl.tensor:
 
 
 @jit
-def of_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def from_wire(sent: tl.tensor, scale: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return the values that receivers decode, as in Wire.decoded."""
     value = sent.to(dtype)
     if sent.dtype == tl.int8:
@@ -71,6 +71,6 @@ def sent_and_kept(
     give the same bits.
     """
     encoded = _to_wire(tl.where(p > 0, p + excess, p - excess), scale, WIRE, LIMIT)
-    sent = of_wire(encoded, scale, p.dtype)
+    sent = from_wire(encoded, scale, p.dtype)
     kept = p - sent
     return encoded, sent, tl.where(_is_finite(kept), kept, 0.0)

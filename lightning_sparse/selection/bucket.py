@@ -42,7 +42,7 @@ class FlatBucket:
         gradient: g · S, flat, shape (layout.num_elements,). The average may be formed in its memory.
         residual: e, and where e' is formed; float32, or float64 where the gradient is.
         is_last: whether this is the last bucket of the step.
-        left_out: ``(start, end)`` of layers of which this worker sends nothing.
+        left_out: ``(start, end)`` of layers of which this worker sends only non-finite values.
         loss_scale: S, one element on the same device; None is 1.
         notes: the caller's numbers for all workers, float64, on the bucket's device; sent in the header.
         average: of out over the workers, once the step is finished, in the residual's dtype; the gradient's memory if
@@ -65,7 +65,7 @@ class FlatBucket:
     has_moved: bool = False
 
     def form(self) -> None:
-        """Form gradient and residual of a bucket with ``weights``, and set its weights to None."""
+        """Do nothing. A subclass with ``weights`` forms gradient and residual, and sets ``weights`` to None."""
 
     def move(self, transfer: Transfer, rows: Tensor) -> None:
         """Move x and w by the average of all workers' payloads, without a tensor for the average."""
@@ -77,7 +77,7 @@ class FlatBucket:
     def pieces(self, run: ThresholdRun) -> list[ThresholdRun]:
         """Return the pieces of a run; left-out pieces have an infinite threshold.
 
-        It selects only values that are not finite.
+        An infinite threshold selects only values that are not finite.
         """
         if not self.left_out:
             return [run]
@@ -131,7 +131,7 @@ def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tens
     return sent, torch.where(kept.isfinite(), kept, 0)
 
 
-def keep_rest(compensated: Tensor, selected: Selection, wire: Wire) -> Selection:
+def keep_residual(compensated: Tensor, selected: Selection, wire: Wire) -> Selection:
     """Return the sent selection, and form e' = p − out in the memory of p.
 
     Args:

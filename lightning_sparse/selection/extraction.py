@@ -17,7 +17,7 @@ from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfe
 from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
-from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_rest, require_unchanged, sent_and_kept
+from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_residual, require_unchanged, sent_and_kept
 from lightning_sparse.selection.fused_threshold import take_out_fused
 from lightning_sparse.selection.numbers import (
     FIXED_FIELDS,
@@ -40,14 +40,14 @@ class Extraction:
         sparsifier: selects the sent values.
         num_slices: number of equal slices whose coordinates are counted for the exchange; 0 for none.
         per_layer: whether to report numbers of every layer.
-        keeps_rest: whether residuals keep unsent values.
+        keeps_residual: whether residuals keep unsent values.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, num_slices: int, per_layer: bool, keeps_rest: bool) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, num_slices: int, per_layer: bool, keeps_residual: bool) -> None:
         self._sparsifier = sparsifier
         self._num_slices = num_slices
         self._per_layer = per_layer
-        self._keeps_rest = keeps_rest
+        self._keeps_rest = keeps_residual
         self._selects_by_mask = type(sparsifier).select is MarkingSparsifier.select
         # A subclass of HardThreshold may select differently: the fast path needs these methods unchanged.
         self._selects_by_threshold = all(
@@ -73,7 +73,7 @@ class Extraction:
             transfer.keep_sums = partial(keep_small_sums, bucket, transfer, self._runs(bucket))
             transfer.put_back = partial(put_back, bucket.residual.after)
             bucket = replace(bucket, left_out=[*bucket.left_out, transfer.own_slice])
-        can_fuse = self._selects_by_threshold and not wire.is_whole
+        can_fuse = self._selects_by_threshold and not wire.is_integer
         uses_triton = can_fuse and self._keeps_rest and is_available(bucket.gradient.device)
         uses_c = can_fuse and not uses_triton and is_native(bucket.residual.after, wire_dtype=wire.dtype)
         if bucket.weights is not None and not uses_c:
@@ -91,7 +91,7 @@ class Extraction:
             if measures_gradient:
                 header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
             if keeps_sums:
-                bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
+                bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # non-finite values beyond the capacity
             return header
         if uses_c:
             numbers = self._fill_natively(bucket, transfer)
@@ -102,7 +102,7 @@ class Extraction:
         if keeps_sums and not uses_c:
             put_back(bucket.residual.after, transfer.overflow())
         if keeps_sums and (not uses_c or numbers.non_finite):
-            bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # beyond the capacity
+            bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # non-finite values beyond the capacity
         numbers.squared_gradient_norm = squared_gradient_norm
         return numbers.header(bucket.gradient.device)
 
@@ -222,7 +222,7 @@ class Extraction:
             for start, end in bucket.left_out:
                 used[start:end] = compensated[start:end].isfinite().logical_not_()
             selected = Selection(*(part[used[selected.indices]] for part in selected))
-        sent = keep_rest(compensated, selected, transfer.format.wire)
+        sent = keep_residual(compensated, selected, transfer.format.wire)
         if transfer.payload is None:
             transfer.out.zero_()
             transfer.out[sent.indices] = sent.values / transfer.divisor
@@ -240,7 +240,7 @@ class Extraction:
         if bucket.weights is not None:
             residual = bucket.compensated(residual.dtype)
         first = payload_format.unpack(payload, residual.dtype)
-        # Coordinates ascend. Before the last in the payload, values of at least λ are remainders of rounding.
+        # Overflow starts after the payload's last coordinate. Earlier values of at least λ are rounding remainders.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
         selections = [Selection(first.indices[:0], residual[:0])]
         for threshold, start, end, excess in self._pieces(bucket):
@@ -249,7 +249,9 @@ class Extraction:
                 part = residual[position:end]
                 indices = (part.abs() < threshold).logical_not_().nonzero().squeeze(1)
                 selections.append(Selection(indices + position, exceed(part[indices], excess)))
-        overflow = keep_rest(residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire)
+        overflow = keep_residual(
+            residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire
+        )
         if bucket.weights is not None:
             bucket.weights.put(overflow.indices, (anchor - residual)[overflow.indices])
         return overflow

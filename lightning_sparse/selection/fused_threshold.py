@@ -1,11 +1,12 @@
 """The hard-threshold step of one bucket in three GPU kernels, without a wait for the device.
 
-The kernels give the bits of ``compensate``, ``HardThreshold.select``, ``keep_rest`` and ``PayloadFormat.fill``. Nearly
-all memory traffic is in one pass. It moves 12 bytes per element of a float32 gradient and 10 of a bfloat16 gradient. If
-the gradient is cleared for the average, it moves 4 or 2 more. A sparse selection adds some 100 bytes per coordinate.
+The kernels give the bits of ``compensate``, ``HardThreshold.select``, ``keep_residual`` and ``PayloadFormat.fill``.
+Nearly all memory traffic is in one pass. It moves 12 bytes per element of a float32 gradient and 10 of a bfloat16
+gradient. If the gradient is cleared for the average, it moves 4 or 2 more. A sparse selection adds some 100 bytes per
+coordinate.
 
 1. ``walk_block`` computes p in the memory of e' and marks selected coordinates with one bit per element.
-2. ``summarise`` sums the numbers of all blocks into the start of each block in the payload, and the header.
+2. ``summarise`` sums the numbers of all blocks into the header, and computes each block's start in the payload.
 3. ``pack_block`` writes values and offsets into the payload and keeps the rest.
 
 A program has one block of 8,192 elements, an eighth of the payload's. A bucket of 25 MB has 800 programs, and a bucket
@@ -62,7 +63,8 @@ def take_out_fused(
     Args:
         bucket: all its tensors contiguous.
         transfer: receives the sent values. With a payload, ``is_cleared`` says whether to leave zeros in the gradient.
-            All buckets share 1 bit per element and 52 bytes per block of its buffers, so one stream must work on them.
+            All buckets share 1 bit per element and 52 bytes per block of ``transfer.buffers``, so one stream must work
+            on them.
         runs: neighbouring runs that together cover the bucket.
         header: float64, shape (FIXED_FIELDS + layers,) or more: receives the numbers of the step, and the selected
             coordinates of each layer. Further fields are not modified.

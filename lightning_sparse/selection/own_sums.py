@@ -2,9 +2,9 @@
 
 The worker of a slice adds its own residual to the sum without a selection, because that needs no message::
 
-    S = ((1/n) Σ_{i ≠ j} out_i) + p_j / n      of worker j, in its slice
-    a = S where |S| >= λ / √n                  goes to all workers, as the average
-    e_j = n (S − a)
+    s = ((1/n) Σ_{i ≠ j} out_i) + p_j / n      of worker j, in its slice
+    a = s where |s| >= λ / √n                  goes to all workers, as the average
+    e_j = n (s − a)
 
 So nothing is lost: Σ_i e_i + n a equals Σ_i p_i in every step. The mean of all workers' unsent values is below
 λ (1 + 1 / √n), and a worker receives as many bytes from 1,000 workers as from 10.

@@ -147,8 +147,8 @@ class HardThreshold(MarkingSparsifier):
         known = [*([] if self.threshold is None else [self.threshold]), *self.layer_thresholds.values()]
         if most_steps < 2 * MIN_STEPS * MAX_RATIO:
             return (
-                f"with a hard threshold. A threshold takes 8 to 16 of its {most_steps} steps, so it would truncate "
-                "larger values, and residuals could grow without bound. Use 'float8', which takes as many bytes. "
+                f"with a hard threshold. λ takes 8 to 16 of the dtype's {most_steps} steps, so larger values "
+                "would be truncated, and residuals could grow without bound. Use 'float8', which takes as many bytes. "
                 "'int8' is for ScaledIntegerRounding and StochasticRounding."
             )
         if 0.0 in known:

@@ -251,7 +251,7 @@ def target_density(sparsifier: Sparsifier) -> float | None:
 
 
 def describe(value: object) -> object:
-    """Return a plain value that differs between workers if the value's content does."""
+    """Return a plain description for comparing workers; other objects give only their class."""
     if isinstance(value, Real) and hasattr(value, "item"):
         value = value.item()  # of NumPy
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -23,7 +23,7 @@ class TopK(MarkingSparsifier):
     Args:
         density: the share to send, in (0, 1].
         granularity: ``"layer"`` or ``"model"``, which compares magnitudes of all layers.
-            Then no exchange can begin before backward has ended, and finding the k-th takes a copy of all magnitudes.
+            With ``"model"``, no exchange can begin before backward has ended, and the selection copies all magnitudes.
 
     Raises:
         ValueError: a density outside (0, 1], or another granularity.
@@ -52,7 +52,7 @@ class TopK(MarkingSparsifier):
             self._kth = kth_largest_magnitude(step.buckets, _k(self.density, step.num_elements), step.dtype)
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Mark k coordinates of each layer, or this bucket's of the model's, and every non-finite one."""
+        """Mark k coordinates per layer, or those of the model's k in this bucket, and non-finite ones."""
         if not self.needs_survey:
             return mark_by_layer(compensated, compensated.abs(), layout, lambda _: self.density)
         if not compensated.numel():

@@ -28,7 +28,7 @@ _SPARSIFIERS: dict[str, Sparsifier] = {  # every averager copies its sparsifier
 
 
 def register_strategies() -> None:
-    """Register all strategies once, each under a variant of Lightning's twelve names that begin with ``ddp``."""
+    """Register ``ddp_*`` and ``local_*`` in all forms of Lightning's ``ddp`` names, and both ``hsdp`` names."""
     if "ddp_hardthreshold" in StrategyRegistry:
         return
     of_ddp = {name: entry for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy}

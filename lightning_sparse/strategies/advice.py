@@ -15,11 +15,11 @@ from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import target_density
 
-ENOUGH_STEPS = 200
-"""The exchanges before the share of dense buckets is checked; also the empty exchanges before a warning."""
-FEWEST_SENT = 5.0
+STEPS_BEFORE_WARNING = 200
+"""Exchanges before the share of dense elements is checked; also consecutive empty exchanges before a warning."""
+MIN_SENT = 5.0
 """The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
-FEWEST_SECONDS = 1e-3
+MIN_SECONDS = 1e-3
 """The time of a dense exchange at 1 Gbit/s, without latency, below which a sparse exchange saves almost nothing."""
 NORMALISING = re.compile(
     "adam|adadelta|adafactor|adagrad|adopt|dion|kron|lamb|lar[cs]|lion|madgrad|muon|prodigy|psgd|rmsprop|rprop|shampoo|"
@@ -43,7 +43,7 @@ class Advice:
     """
 
     def __init__(self, averager: Averager, *, is_sharded: bool) -> None:
-        self._kind, self._keeps_rest, self._is_sharded = averager.kind, averager.keeps_rest, is_sharded
+        self._kind, self._keeps_rest, self._is_sharded = averager.kind, averager.keeps_residual, is_sharded
         self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         self._sparsifier = averager.sparsifier
         self._is_watching = False
@@ -74,25 +74,25 @@ class Advice:
         times_sent = num_exchanges * (density or inf)
         # Ignores the latency of messages, which a sparse exchange has too.
         dense_seconds = 8e-9 * 4 * self._num_elements * 2 * (self._num_workers - 1) / self._num_workers
-        if dense_seconds < FEWEST_SECONDS:
+        if dense_seconds < MIN_SECONDS:
             self._report(
                 "small model",
                 f"the model trains {self._num_elements:,} elements: a sparse exchange saves under 1 ms at 1 Gbit/s. "
                 "Prefer a dense one.",
                 "performance",
             )
-        elif times_sent < FEWEST_SENT:
+        elif times_sent < MIN_SENT:
             self._report(
                 "short run",
                 f"density={density:.3g} sends each coordinate only {times_sent:.2g} times in "
                 f"{_count(num_exchanges)} exchanges. "
-                f"Set density={_rounded_up(min(1.0, FEWEST_SENT / max(num_exchanges, 1))):.1g}.",
+                f"Set density={_rounded_up(min(1.0, MIN_SENT / max(num_exchanges, 1))):.1g}.",
             )
         normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
         if self._kind != "drifts" and normalising:
             self._report(
                 "optimizer",
-                f"{shortened(normalising[-1], 20)} normalises gradients, so sparse ones train worse. Use "
+                f"{shortened(normalising[-1], 20)} normalises gradients, so sparse gradients train worse. Use "
                 f"'local_{'hsdp_' if self._is_sharded else ''}hardthreshold'.",
                 "big-models" if self._is_sharded else "local-training",
             )
@@ -118,9 +118,9 @@ class Advice:
         self._silent = 0 if stats.selected else self._silent + 1
         if self._silent == 1:
             self._silent_since = stats.squared_error
-        if self._silent == ENOUGH_STEPS:
+        if self._silent == STEPS_BEFORE_WARNING:
             self._report_nothing_sent(stats)
-        elif self._steps >= ENOUGH_STEPS:
+        elif self._steps >= STEPS_BEFORE_WARNING:
             self._report_dense()
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class Advice:
             )
         sent = self._selected / max(self._elements, 1) * self._steps
         silent = {name: error for name, error in self._silent_layers.items() if error > 0}
-        if silent and sent >= FEWEST_SENT:
+        if silent and sent >= MIN_SENT:
             largest = shortened(max(silent, key=lambda name: silent[name]), 24)
             self._warn(
                 "layers",
@@ -158,7 +158,7 @@ class Advice:
             if target_density(self._sparsifier) is not None:
                 remedy = "λ is being lowered."
             cause = f"λ={now:.3g} is too high{'' if has_grown else ' or gradients are 0'}. {remedy}"
-        self._warn("nothing", f"nothing was sent in {ENOUGH_STEPS} exchanges: {cause}")
+        self._warn("nothing", f"nothing was sent in {STEPS_BEFORE_WARNING} exchanges: {cause}")
 
     def _report_dense(self) -> None:
         share = self._dense_elements / self._elements

@@ -29,7 +29,7 @@ from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.options import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog
 
-MOST_BATCHES = 200
+MAX_BATCHES = 200
 """Batches without an exchange before a warning, at least twice ``accumulate_grad_batches``."""
 
 
@@ -125,7 +125,7 @@ class SparseStrategy(TakesOptions):
         every_n_steps = getattr(self._options, "every_n_steps", 1)
         self._advice.begin(self.optimizers, exchanges_of(self._module, every_n_steps))
         self._batches, self._progress_at_start = 0, self.state.progress
-        self._most_batches = max(MOST_BATCHES, 2 * self._module.trainer.accumulate_grad_batches)
+        self._most_batches = max(MAX_BATCHES, 2 * self._module.trainer.accumulate_grad_batches)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -192,7 +192,7 @@ class SparseStrategy(TakesOptions):
             checkpoint[KEY] = sealed(self._content(checkpoint, Path(filepath)))
         elif has_state and isinstance(self._launcher, _MultiProcessingLauncher) and not dist.is_initialized():
             # The process that started the workers gets weights and metrics from Lightning, but no optimizer states.
-            why = "it is saved by a process that was no worker, and optimizers and number of steps are not in it either"
+            why = "it is saved by a process that is not a worker, and also lacks optimizer states and the step count"
             kind = "drifts" if isinstance(self._options, DriftOptions) else "gradients"
             warn_of_incomplete(kind, why)
             checkpoint[KEY] = sealed(empty_content(kind, why))

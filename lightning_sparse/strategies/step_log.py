@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.step_stats import StepStats, step_metrics
 
-MOST_UNLOGGED = 256
+MAX_UNLOGGED = 256
 _LOG = LightningModule.log
 
 
@@ -24,7 +24,7 @@ class StepLog:
     """Collects the exchanges of an averager until an optimizer step logs them."""
 
     def __init__(self, averager: Averager) -> None:
-        self._steps: deque[StepStats] = deque(maxlen=MOST_UNLOGGED)
+        self._steps: deque[StepStats] = deque(maxlen=MAX_UNLOGGED)
         averager.subscribe(self._steps.append)
         self._of_batch: list[StepStats] = []
         self._newest: list[StepStats] = []
@@ -78,7 +78,7 @@ class NumberLog:
     """Logs numbers under names, first through the module and later into Lightning's entry.
 
     ``log`` takes a third of a millisecond per number to validate arguments and to move the entry to its device. Both
-    give the same result in every step.
+    ways give the same result.
 
     Attributes:
         entries: Lightning's entries of our numbers, by Lightning's key.

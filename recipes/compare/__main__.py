@@ -101,7 +101,7 @@ def _rows(
         for seed, outcome in zip(seeds, outcomes[variant], strict=True):
             yield {
                 "variant": variant.name,
-                "asked_density": variant.density,
+                "target_density": variant.density,
                 "grid": None if runs.grid is None else f"{runs.grid.argument}={choice.grid_value}",
                 "tuned": choice.tuned,
                 "seed": seed,

@@ -196,7 +196,7 @@ def estimate_slope(trials: Sequence[tuple[float, float]]) -> float:
     if len(trials) < 2:
         return -2.0
     (first, first_off), (second, second_off) = trials[-2:]
-    slope = (first_off - second_off) / (second - first) or -0.0  # both trials send nothing, or everything
+    slope = (first_off - second_off) / (second - first) or -0.0  # gives -0.25: both trials send nothing or all
     return math.copysign(min(max(abs(slope), 0.25), 8.0), slope)
 
 

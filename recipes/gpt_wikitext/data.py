@@ -58,7 +58,7 @@ class GPTDataModule(LightningDataModule):
         tokenizer: ``bytes`` for 256 tokens, or ``words`` for torchtext's vocabulary of the training split.
         vocabulary_size: number of most frequent words to keep; other words become ``<unk>``. None keeps all.
         length: tokens per window.
-        batch_size: windows per worker and step.
+        batch_size: windows per worker and training step; four times as many in evaluation.
 
     Raises:
         ValueError: a number is out of range, or ``builtin`` is combined with bytes.

@@ -78,7 +78,7 @@ class GPTLanguageModel(LightningModule):
         num_layers: see ``GPT``.
         num_heads: see ``GPT``.
         learning_rate: the rate after the warmup.
-        warmup_steps: optimizer steps in which the rate rises from zero.
+        warmup_steps: optimizer steps of linear growth, from ``learning_rate / warmup_steps``.
         weight_decay: weight decay of the optimizer.
         optimizer: ``"adamw"``, with betas of 0.9 and 0.95, or ``"sgd"``, with a momentum of 0.9. SGD needs a larger
             learning rate, such as 0.3.
@@ -122,7 +122,8 @@ class GPTLanguageModel(LightningModule):
         """Raise a ValueError if the data have a larger vocabulary than the model."""
         needed, have = getattr(self.trainer.datamodule, "vocabulary_size", 0), self.hparams["vocabulary_size"]
         if needed > have:
-            raise ValueError(f"The data have {needed:,} tokens. --model.vocabulary_size={have} must not be smaller.")
+            known = f"the model has {have:,}. Add --model.vocabulary_size={needed}"
+            raise ValueError(f"The data have {needed:,} tokens, but {known}.")
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

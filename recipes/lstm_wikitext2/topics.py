@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def article_starts(tokens: Tensor, end_of_line: int, heading: int) -> Tensor:
-    """Return the positions of titles, lines of the form ``= title =``; sections have two signs.
+    """Return the positions of titles, lines of the form ``= title =``; section headings have two ``=``.
 
     Args:
         tokens: the text as word indices, int64, one-dimensional.

@@ -105,7 +105,7 @@ def _run(modes, cases):
             ]
             steps.append(([some[dist.get_rank()] for some in of_workers], plains))  # once for all routes
         for mode in modes:
-            is_exact = mode in ("gather", "reduce_scatter") or wire.is_stepped
+            is_exact = mode in ("gather", "reduce_scatter") or wire.is_quantised
             exchange = Exchange(mode)
             for step, (selections, plains) in enumerate(steps):
                 outs, _, _ = exchange_once(exchange, selections, sizes, dtype, wire, by_senders=by_senders)

@@ -79,7 +79,7 @@ def train(sparsifier, mode, num_workers, device, dtype, *, per_layer=False, in_s
             engine.add(bucket)
             buckets.append(bucket)
         engine.finish()
-        engine.account()
+        engine.end_step()
         for place, (layout, gradient) in enumerate(zip(layouts, gradients, strict=True)):
             compensated = kept[place] + gradient.float()
             # On the device, because Top-k on a GPU takes other ones of equal values than on a CPU.

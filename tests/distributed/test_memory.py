@@ -93,7 +93,7 @@ class _OnTheGpu:
 
 def measure(sparsifier, device, options):
     """Return bytes per parameter: after a usual step, its peak, and the peak of the first two steps."""
-    buffers.PATIENCE = 10  # steps instead of 100
+    buffers.STEPS_BEFORE_FREE = 10  # steps instead of 100
     options = {"dtype": torch.float32, "steps": 6, "is_scaled": False} | options
     dtype, steps, is_scaled = (options.pop(name) for name in ("dtype", "steps", "is_scaled"))
     torch.manual_seed(dist.get_rank())

@@ -110,7 +110,7 @@ def test_nothing_is_lost_and_small_sums_wait(case):
 
 def run_with_room(case):
     """Run a case with payloads for all coordinates."""
-    cost_model.SMALLEST_CAPACITY = sum(case.sizes)
+    cost_model.MIN_CAPACITY = sum(case.sizes)
     return run_case(case)
 
 
@@ -149,7 +149,7 @@ def test_the_residual_of_an_unused_layer_stays():
     """The second layer of the bucket is the slice of rank 1, which does not use it in the last step."""
     rank = dist.get_rank()
     case = Case(num_workers=2, sizes=(500, 500), scales=(1.0,) * 6, per_layer=True)
-    cost_model.SMALLEST_CAPACITY = 1000
+    cost_model.MIN_CAPACITY = 1000
     state, train = trainer_of(case, find_unused_parameters=True)
     for step in range(5):
         train(gradient(case, rank, step))

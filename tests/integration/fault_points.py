@@ -36,7 +36,7 @@ COLLECTIVES = (
 )
 PARTS: dict[Any, tuple[str, ...]] = {
     SparseState: ("receive", "_begin_step", "_prepare", "_end_step"),
-    extraction: ("sent_and_kept", "compensate", "keep_rest"),
+    extraction: ("sent_and_kept", "compensate", "keep_residual"),
     Exchange: ("open", "start", "finish"),
     Pending: ("wait",),
     ResidualMemory: ("keep", "commit"),
@@ -45,7 +45,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     saving: ("run_together", "collect"),
     Workers: ("average", "gather_objects_to_first"),
     DriftExchange: ("start", "finish", "_move_anchor"),
-    Engine: ("add", "finish", "account"),
+    Engine: ("add", "finish", "end_step"),
     SparseModelAverager: ("step", "snapshot"),
     SharedWeights: ("load_mean", "restore_own", "mean", "replaced"),
     saving.WholeFileCheckpointIO: ("save_checkpoint",),

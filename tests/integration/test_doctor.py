@@ -45,13 +45,13 @@ def test_the_doctor_finds_the_rate_of_a_shaped_link() -> None:
 
 
 def test_advice_follows_from_the_link() -> None:
-    lines = doctor.describe_link(estimate(10_000_000, num_workers=8, gbit_per_s=0.94), 3e-4).splitlines()
+    lines = doctor.describe_link(estimate(10_000_000, num_workers=8, link_gbit_s=0.94), 3e-4).splitlines()
     assert lines[0].startswith(
         "Link: 0.94 Gbit/s to each of 8 workers in an all-reduce of 26 MB; 0.3 ms for a single element"
     )
     assert "link_gbit_s=0.94" in lines[0]
     assert lines[1].startswith("10,000,000 elements, 8 workers, 0.94 Gbit/s each")
-    fast = doctor.describe_link(estimate(10_000_000, num_workers=8, gbit_per_s=2437.0, on_gpu=True), 3e-5)
+    fast = doctor.describe_link(estimate(10_000_000, num_workers=8, link_gbit_s=2437.0, on_gpu=True), 3e-5)
     assert fast.startswith("Link: 2440 Gbit/s")
     assert "Pass link_gbit_s=2400 to a strategy." in fast
 

@@ -267,7 +267,7 @@ def test_the_table_separates_calibration_and_dense_exchanges() -> None:
     assert rows["steps exchanged"] == "12"
     assert rows["for calibration"] == f"{number}"
     assert rows["sent densely"] == f"{sum(step.dense_elements for step in first.steps) / NUM_ELEMENTS:.4g}"
-    assert rows["density asked for"] == "5 %"
+    assert rows["target density"] == "5 %"
     assert rows["density after calibration"] == f"{100 * sum(step.density for step in later) / len(later):.4g} %"
     assert rows["threshold λ at the end"] == f"{later[-1].threshold:.4g}"
     fewer = sum(step.dense_bytes for step in later) / sum(step.payload_bytes for step in later)

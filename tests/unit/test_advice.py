@@ -51,7 +51,7 @@ class Situation:
         steps: its exchanges.
         expected: a pattern for each expected message.
         planned: number of exchanges to come.
-        keeps_rest: whether error feedback is on.
+        keeps_residual: whether error feedback is on.
         trained: number of elements that the model trains.
         searched: exchanges of an earlier search that used the same objects.
     """
@@ -64,7 +64,7 @@ class Situation:
     is_sharded: bool = False
     planned: float | None = 10_000
     workers: int = WORKERS
-    keeps_rest: bool = True
+    keeps_residual: bool = True
     trained: int = 1_000_000
     searched: list[StepStats] = field(default_factory=list)
 
@@ -100,10 +100,10 @@ SITUATIONS = {
         [step(10, error=0.0)] + [step(0, error=0.0)] * 200,
         [r"λ=1 is too high or gradients are 0. Set threshold=0.5"],
         sparsifier=HardThreshold(threshold=1.0),
-        keeps_rest=False,
+        keeps_residual=False,
     ),
     "nothing without error feedback while λ is corrected": Situation(
-        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. λ is being lowered"], keeps_rest=False
+        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. λ is being lowered"], keeps_residual=False
     ),
     "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
     "nothing moves": Situation([step(10)] + [step(0)] * 200, kind="drifts"),
@@ -169,7 +169,7 @@ def listen(situation: Situation) -> list[str]:
         workers=SimpleNamespace(num_workers=situation.workers),
         num_elements=situation.trained,
         kind=situation.kind,
-        keeps_rest=situation.keeps_rest,
+        keeps_residual=situation.keeps_residual,
         subscribe=subscribers.append,
     )
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -221,7 +221,7 @@ EXTREMES = [
         for λ in (TINY, HUGE)
         for sparsifier in (_calibrated(TINY, λ), HardThreshold(threshold=λ))
     ),
-    Situation([step(0, error=0.0)] * 200, sparsifier=_calibrated(TINY, TINY), keeps_rest=False),
+    Situation([step(0, error=0.0)] * 200, sparsifier=_calibrated(TINY, TINY), keeps_residual=False),
     Situation([replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200),
     Situation([step(100, layers={LONG_NAME + str(number): (0, HUGE) for number in range(1234)})] * 600),
     Situation([CALIBRATION] * 1234, sparsifier=HardThreshold(density=0.01)),

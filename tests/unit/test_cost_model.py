@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import CAPACITY_STEP
-from lightning_sparse.exchange.routes.cost_model import SMALLEST_CAPACITY, Costs, Forecast, speeds
+from lightning_sparse.exchange.routes.cost_model import MIN_CAPACITY, Costs, Forecast, speeds
 from lightning_sparse.exchange.workers import Workers
 
 
@@ -19,7 +19,7 @@ def test_a_capacity_fits_the_last_count_and_never_exceeds_the_bucket(first, coun
     capacity = forecast.capacity(limit)
     assert capacity % CAPACITY_STEP == 0
     assert min(last, limit) <= capacity < limit + CAPACITY_STEP
-    assert capacity <= max(6 * last, SMALLEST_CAPACITY) + CAPACITY_STEP
+    assert capacity <= max(6 * last, MIN_CAPACITY) + CAPACITY_STEP
 
 
 def test_a_steady_count_needs_no_padding():

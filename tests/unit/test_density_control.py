@@ -138,7 +138,7 @@ LAYERS = {"large": (3_000, 10.0), "small": (3_000, 0.01), "drifting": (3_000, 1.
 
 def layered(threshold):
     sparsifier = HardThreshold(density=DENSITY, granularity="layer")
-    calibrator = Calibrator(sparsifier, logs=False, keeps_rest=True)
+    calibrator = Calibrator(sparsifier, logs=False, keeps_residual=True)
     calibrator.set_threshold(threshold)
     return sparsifier, calibrator
 

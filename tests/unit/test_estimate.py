@@ -33,45 +33,45 @@ assert len(MEASURED) == 8
 
 @pytest.mark.parametrize(("method", "rate", "density", "seconds", "floor"), MEASURED)
 def test_estimates_match_measured_steps(method, rate, density, seconds, floor):
-    result = estimate(11_181_642, num_workers=2, gbit_per_s=rate, density=density, compute_seconds=floor)
+    result = estimate(11_181_642, num_workers=2, link_gbit_s=rate, density=density, compute_seconds=floor)
     exchange = result.dense_seconds if method == "ddp_fp32" else result.sparse_seconds
     assert floor + exchange == pytest.approx(seconds, rel=0.2)
 
 
 def test_estimated_bytes_match_the_routes():
-    result = estimate(1_000_000, num_workers=4, gbit_per_s=1.0, density=0.01)
+    result = estimate(1_000_000, num_workers=4, link_gbit_s=1.0, density=0.01)
     assert result.dense_bytes == 3 / 4 * 1_000_000 * 8
     assert result.sparse_bytes == 3 * 10_000 * 6
-    half = estimate(1_000_000, num_workers=4, gbit_per_s=1.0, density=0.01, value_dtype="bfloat16")
+    half = estimate(1_000_000, num_workers=4, link_gbit_s=1.0, density=0.01, value_dtype="bfloat16")
     assert half.sparse_bytes == 3 * 10_000 * 4
 
 
 def test_estimate_counts_only_trained_parameters():
     model = nn.Sequential(nn.Linear(100, 10), nn.Linear(10, 10))
     model[1].requires_grad_(False)
-    assert estimate(model, num_workers=2, gbit_per_s=1).num_elements == 1010
+    assert estimate(model, num_workers=2, link_gbit_s=1).num_elements == 1010
     assert (
-        estimate(nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]), num_workers=2, gbit_per_s=1).num_elements
+        estimate(nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]), num_workers=2, link_gbit_s=1).num_elements
         == 6
     )
 
 
 def test_an_estimate_prints_a_verdict():
-    text = str(estimate(11_173_962, num_workers=8, gbit_per_s=1, compute_seconds=0.06))
+    text = str(estimate(11_173_962, num_workers=8, link_gbit_s=1, compute_seconds=0.06))
     assert text == (
         "11,173,962 elements, 8 workers, 1 Gbit/s each: without overlap with backward, a dense exchange takes 736 ms, "
         "and one at a density of 0.1 % takes 23.5 ms. With 60 ms of computation, a dense step takes 796 ms and a "
         "sparse step 83.5 ms. The exchange is 92 % of the dense step, and a sparse step is 9.5 times as fast. "
         "Densities above 34 % gain nothing."
     )
-    assert "computation" not in str(estimate(1000, num_workers=2, gbit_per_s=1))
-    fast = estimate(10_000, num_workers=2, gbit_per_s=5000, on_gpu=True)
+    assert "computation" not in str(estimate(1000, num_workers=2, link_gbit_s=1))
+    fast = estimate(10_000, num_workers=2, link_gbit_s=5000, on_gpu=True)
     assert fast.break_even == pytest.approx(0, abs=1e-6)
-    slow = estimate(11_000_000, num_workers=32, gbit_per_s=100, density=0.03)
+    slow = estimate(11_000_000, num_workers=32, link_gbit_s=100, density=0.03)
     assert slow.break_even < 0.03
     assert slow.sparse_seconds > slow.dense_seconds
     # Between routes, the sparse one would win at low densities, but selecting costs more than it saves.
-    assert estimate(124_000_000, num_workers=8, gbit_per_s=2400, on_gpu=True).break_even == 0
+    assert estimate(124_000_000, num_workers=8, link_gbit_s=2400, on_gpu=True).break_even == 0
     assert "2 workers, 5000 Gbit/s each" in str(fast)
     assert str(fast).endswith("A dense exchange is fastest at any density: use strategy='ddp'.")
 
@@ -83,8 +83,8 @@ def test_an_estimate_prints_a_verdict():
             {"num_workers": 1},
             "Invalid num_workers=1. Must be a whole number of at least 2: a single worker exchanges nothing",
         ),
-        ({"gbit_per_s": 0}, "Invalid gbit_per_s=0. Must be above 0"),
-        ({"gbit_per_s": "1gbit"}, "Invalid gbit_per_s='1gbit'"),
+        ({"link_gbit_s": 0}, "Invalid link_gbit_s=0. Must be above 0"),
+        ({"link_gbit_s": "1gbit"}, "Invalid link_gbit_s='1gbit'"),
         ({"density": 0.0}, "Invalid density=0.0"),
         ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),
         ({"on_gpu": "yes"}, "Invalid on_gpu='yes'. Must be True or False"),
@@ -95,7 +95,7 @@ def test_an_estimate_prints_a_verdict():
     ],
 )
 def test_estimate_rejects_numbers_out_of_range(options, message):
-    options = {"model": 1000, "num_workers": 2, "gbit_per_s": 1.0} | options
+    options = {"model": 1000, "num_workers": 2, "link_gbit_s": 1.0} | options
     with pytest.raises(ValueError, match=message):
         estimate(options.pop("model"), **options)
 
@@ -103,4 +103,4 @@ def test_estimate_rejects_numbers_out_of_range(options, message):
 @pytest.mark.parametrize("model", ["resnet18", True, None])
 def test_estimate_rejects_other_types_than_models_and_numbers(model):
     with pytest.raises(TypeError, match=f"Invalid {model=}. Must be a module or the number"):
-        estimate(model, num_workers=2, gbit_per_s=1.0)
+        estimate(model, num_workers=2, link_gbit_s=1.0)

@@ -22,7 +22,7 @@ from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, Pay
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import decode, is_available, launching, threshold
 from lightning_sparse.selection import fused_threshold
-from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_rest
+from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_residual
 from lightning_sparse.selection.fused_threshold import take_out_fused
 from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
 from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
@@ -294,7 +294,7 @@ def test_kernels_treat_edge_values_as_tensors_do(wire, limit):
     check_select(p, nothing, runs, wire)
     check_mask(p, nothing, runs, wire, out=FLOAT)
     kept = p.clone()
-    keep_rest(kept, HardThreshold(threshold=limit).select(kept, LayerLayout(("p",), (p.numel(),))), wire)
+    keep_residual(kept, HardThreshold(threshold=limit).select(kept, LayerLayout(("p",), (p.numel(),))), wire)
     same_bits(expect(p, nothing, runs, wire).rest, kept)
 
 
@@ -395,7 +395,7 @@ def test_a_cpu_has_no_kernels():
 
 
 TYPES = {
-    "*fp32": ("former", "residual", "loss_scale", "thresholds", "excesses", "out", "quotients"),
+    "*fp32": ("residual_before", "residual", "loss_scale", "thresholds", "excesses", "out", "quotients"),
     "*fp64": ("numbers", "header"),
     "*bf16": ("gradient", "values"),
     "*i64": ("run_starts", "starts", "boundaries", "before"),

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     """Return the sent values, the residual, the header and the gradient's memory of a bucket."""
     monkeypatch.setattr(extraction, "is_native", native.is_native if has_native else lambda *_, **__: False)
-    wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_rest, overshoot = options
+    wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_residual, overshoot = options
     sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds, overshoot=overshoot)
     gradient, before = gradient.clone(), residual.clone()
     after = before if in_place else torch.full_like(before, NAN)
@@ -43,7 +43,7 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     loss_scale = None if scale is None else torch.tensor([scale])
     memory = Residual(before, after)
     bucket = FlatBucket(0, layout, gradient, memory, is_last=True, left_out=unused, loss_scale=loss_scale)
-    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=keeps_rest)
+    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_residual=keeps_residual)
     header = filling.fill(bucket, transfer, measures_gradient=True)
     return (
         transfer.sent(int(header[0])),
@@ -133,7 +133,9 @@ def test_a_residual_of_zeros_is_not_touched_if_everything_is_sent(wire, threshol
         transfer = Transfer(wire, capacity, torch.empty_like(gradient))
         bucket = FlatBucket(0, layout, gradient.clone(), residual, is_last=True, left_out=unused)
         sparsifier = HardThreshold(threshold=0.0, layer_thresholds=thresholds, overshoot=0.5)
-        header = extraction.Extraction(sparsifier, num_slices=0, per_layer=True, keeps_rest=True).fill(bucket, transfer)
+        header = extraction.Extraction(sparsifier, num_slices=0, per_layer=True, keeps_residual=True).fill(
+            bucket, transfer
+        )
         found.append((transfer.sent(int(header[0])), residual.before, residual.after, header))
         assert (residual.after._version == 0) == (stays and is_zero)
     assert_equal(*found)
@@ -169,7 +171,7 @@ def test_native_functions_take_values_out_of_weights(sizes, data):
     wire, capacity = data.draw(st.sampled_from(WIRES)), data.draw(st.sampled_from([None, 0, 4, 400, 80_000]))
     thresholds, per_layer = data.draw(st.sampled_from([None, {"l1": 0.1}, {"l0": 0.0}])), data.draw(st.booleans())
     sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds)
-    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_rest=True)
+    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_residual=True)
 
     def filled(bucket):
         transfer = Transfer(wire, capacity, torch.full_like(anchor, NAN))
@@ -350,7 +352,7 @@ def test_a_big_endian_processor_uses_tensor_operations(monkeypatch, again):
 def test_autograd_sees_native_writes():
     after, gradient, other = torch.zeros(64), torch.ones(64), torch.zeros(64)
     memory = Residual(torch.zeros(64), after)
-    filling = extraction.Extraction(HardThreshold(threshold=0.5), num_slices=0, per_layer=False, keeps_rest=True)
+    filling = extraction.Extraction(HardThreshold(threshold=0.5), num_slices=0, per_layer=False, keeps_residual=True)
     bucket = FlatBucket(0, LayerLayout(("l0",), (64,)), gradient, memory, is_last=True)
     for capacity, out in [(64, other), (64, gradient), (None, other)]:
         versions = after._version, gradient._version, out._version

@@ -11,7 +11,7 @@ from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.density_control import ThresholdCalibration, is_all_sent
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.selection.bucket import keep_rest
+from lightning_sparse.selection.bucket import keep_residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 from lightning_sparse.theory import residual_statistics
 
@@ -20,7 +20,7 @@ LAYOUT = LayerLayout(("a", "b"), (40, 24))
 
 def exchanged(sparsifier, compensated):
     kept = compensated.clone()
-    selection = keep_rest(kept, sparsifier.select(kept, LAYOUT), Wire(kept.dtype))
+    selection = keep_residual(kept, sparsifier.select(kept, LAYOUT), Wire(kept.dtype))
     return torch.zeros_like(kept).index_put((selection.indices,), selection.values), kept
 
 
@@ -74,13 +74,13 @@ def test_residuals_of_sent_values_do_not_count_as_unsent():
 
 def test_the_density_stays_at_its_target():
     sparsifier = HardThreshold(density=0.05, overshoot=0.5, calibration_steps=3)
-    calibrator = Calibrator(sparsifier, logs=False, keeps_rest=True)
+    calibrator = Calibrator(sparsifier, logs=False, keeps_residual=True)
     layout, generator = LayerLayout(("a",), (4000,)), torch.Generator().manual_seed(0)
     residual, densities = torch.zeros(4000), []
     for step in range(600):
         gradient = torch.randn(4000, generator=generator) * (1 + step / 600)
         residual += gradient
-        selection = keep_rest(residual, sparsifier.select(residual, layout), Wire(torch.float32))
+        selection = keep_residual(residual, sparsifier.select(residual, layout), Wire(torch.float32))
         densities.append(selection.indices.numel() / 4000)
         error, squared_norm = float(residual.square().sum()), float(gradient.square().sum())
         stats = StepStats(1, 4000, selection.indices.numel(), error, step, squared_norm, 0, 0, 0, sparsifier.threshold)

@@ -13,9 +13,9 @@ from tests.markdown import PAGES, PROJECT
 
 FOLDERS = (Path(lightning_sparse.__file__).parent, *(PROJECT / name for name in ("recipes", "benchmarks", "release")))
 READMES, RECIPES = (sorted((PROJECT / "recipes").rglob(name)) for name in ("README.md", "*.yaml"))
-MOST_WORDS_OF_A_SENTENCE = 40
-MOST_NUMBERS_OF_A_SENTENCE = 4
-MOST_WORDS = {
+MAX_WORDS_OF_A_SENTENCE = 40
+MAX_NUMBERS_OF_A_SENTENCE = 4
+MAX_WORDS = {
     "README.md": 900,
     "quickstart.md": 600,
     "choose.md": 1000,
@@ -29,7 +29,7 @@ MOST_WORDS = {
     "how-it-works.md": 1500,
 }
 UNLIMITED = {"results-appendix.md", "troubleshooting.md", "changelog.md", "contributing.md"}
-MOST_WORDS_OF_A_GUIDE = 1200
+MAX_WORDS_OF_A_GUIDE = 1200
 FORBIDDEN = (
     r"\b(?:came|comes|come) to\b",
     r"\blikewise\b",
@@ -74,8 +74,8 @@ def problems(sentence: str) -> list[str]:
     # A value with its spread counts as a single number, as does a date.
     values = re.sub(r" ± [\d.]+|(?<=\d) (?:\w+ 20\d\d)", "", sentence)
     numbers = re.findall(r"(?<![\w.\-@*/√])\d[\d,.]*(?!\w)", values)
-    found = [f"{len(words)} words"] if len(words) > MOST_WORDS_OF_A_SENTENCE else []
-    found += [f"{len(numbers)} numbers"] if len(numbers) > MOST_NUMBERS_OF_A_SENTENCE else []
+    found = [f"{len(words)} words"] if len(words) > MAX_WORDS_OF_A_SENTENCE else []
+    found += [f"{len(numbers)} numbers"] if len(numbers) > MAX_NUMBERS_OF_A_SENTENCE else []
     found += [match[0] for rule in FORBIDDEN for match in re.finditer(rule, sentence, re.IGNORECASE)]
     return found
 
@@ -103,7 +103,7 @@ def test_no_line_becomes_a_list_or_a_comment(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_is_no_longer_than_planned(page: Path) -> None:
     words = [word for word in page.read_text().split() if re.search(r"[A-Za-z]", word)]
-    assert page.name in UNLIMITED or len(words) <= MOST_WORDS.get(page.name, MOST_WORDS_OF_A_GUIDE)
+    assert page.name in UNLIMITED or len(words) <= MAX_WORDS.get(page.name, MAX_WORDS_OF_A_GUIDE)
 
 
 def docstring_paragraphs(text: str) -> Iterator[str]:

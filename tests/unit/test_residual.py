@@ -9,7 +9,7 @@ from lightning_sparse import HardThreshold, ScaledIntegerRounding, StochasticRou
 from lightning_sparse.engine.grouping import as_parameter, flatten_as
 from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange.wire import wire_of
-from lightning_sparse.selection.bucket import Residual, compensate, keep_rest
+from lightning_sparse.selection.bucket import Residual, compensate, keep_residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.unit.strategies import DTYPES, layouts, thresholds, values
 
@@ -32,7 +32,7 @@ def run_step(layout, residual, gradient, sparsifier, value_dtype="float32", scal
     assert torch.equal(residual, before)
     expected = compensated.clone()
     selected = sparsifier.select(compensated, layout)
-    indices, sent = keep_rest(compensated, selected, wire_of(value_dtype, compensated.dtype, sparsifier))
+    indices, sent = keep_residual(compensated, selected, wire_of(value_dtype, compensated.dtype, sparsifier))
     out = torch.zeros_like(expected)
     out[indices] = sent
     return expected, out, compensated, sent

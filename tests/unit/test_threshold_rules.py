@@ -49,13 +49,13 @@ def test_calibration_ends_when_the_standard_error_is_a_fifth_of_the_mean(norms, 
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
     sparsifier = HardThreshold(density=1)
     assert (sparsifier.threshold, sparsifier.density) == (0.0, None)
-    calibrator = Calibrator(sparsifier, logs=True, keeps_rest=True)
+    calibrator = Calibrator(sparsifier, logs=True, keeps_residual=True)
     assert not calibrator.is_running
 
 
 @pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
 def test_an_endless_calibration_warns_once(squared_norm):
-    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=True, keeps_rest=True)
+    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=True, keeps_residual=True)
     non_finite = 0 if isfinite(squared_norm) else 3
     stats = StepStats(2, 100, 200, 0.0, 0, squared_norm, non_finite, 400, 400, 0.0)
     for _ in range(11):
@@ -69,7 +69,7 @@ def test_an_endless_calibration_warns_once(squared_norm):
 
 
 def test_calibration_raises_if_squares_of_finite_gradients_overflow():
-    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=False, keeps_rest=True)
+    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=False, keeps_residual=True)
     stats = StepStats(2, 100, 200, 0.0, 0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(11):
         calibrator.observe(stats)
@@ -86,7 +86,7 @@ def test_calibration_accepts_norms_whose_squares_overflow():
 
 @pytest.mark.parametrize("granularity", ["model", "layer"])
 @pytest.mark.parametrize(
-    ("selected", "squared_errors", "keeps_rest", "moves"),
+    ("selected", "squared_errors", "keeps_residual", "moves"),
     [
         (4, (1.0, 1.0), True, "down"),
         (4, (0.0, 0.0), True, "not"),  # a sparse gradient: a smaller λ sends no more
@@ -100,10 +100,10 @@ def test_calibration_accepts_norms_whose_squares_overflow():
     ],
 )
 def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
-    selected, squared_errors, keeps_rest, moves, granularity
+    selected, squared_errors, keeps_residual, moves, granularity
 ):
     sparsifier = HardThreshold(density=0.1, granularity=granularity)
-    calibrator = Calibrator(sparsifier, logs=False, keeps_rest=keeps_rest)
+    calibrator = Calibrator(sparsifier, logs=False, keeps_residual=keeps_residual)
     calibrator.set_threshold(1.0)
     found = []
     for step, squared_error in enumerate(squared_errors):
@@ -116,6 +116,6 @@ def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
 
 @pytest.mark.parametrize("sparsifier", [Dense(), TopK(0.1)], ids=["Dense", "TopK"])
 def test_other_sparsifiers_than_hard_thresholds_have_no_threshold_to_set(sparsifier):
-    calibrator = Calibrator(sparsifier, logs=False, keeps_rest=True)
+    calibrator = Calibrator(sparsifier, logs=False, keeps_residual=True)
     with pytest.raises(TypeError, match=f"{type(sparsifier).__name__} has no λ to set"):
         calibrator.set_threshold(1.0)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_sparse.engine.grouping import require_one_device
-from lightning_sparse.exchange.buffers import PATIENCE, Buffers
+from lightning_sparse.exchange.buffers import STEPS_BEFORE_FREE, Buffers
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.learning_rates import learning_rates_of
@@ -158,14 +158,14 @@ def test_buffers_reuse_grow_and_release_memory():
             take(numel)
             buffers.end_step()
 
-    steps(100, PATIENCE - 1)
+    steps(100, STEPS_BEFORE_FREE - 1)
     take(400)  # not so small
     buffers.end_step()
     assert held_bytes(buffers) == 4 * (1500 + 50)
     del other
-    steps(400, PATIENCE)
+    steps(400, STEPS_BEFORE_FREE)
     assert held_bytes(buffers) == 4 * 1500  # nobody took the other buffer for so long
-    steps(100, PATIENCE)
+    steps(100, STEPS_BEFORE_FREE)
     assert held_bytes(buffers) == 0
     assert take(100).numel() == 100
     buffers.forget()

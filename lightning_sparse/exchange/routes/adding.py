@@ -28,14 +28,12 @@ def average(
 ) -> None:
     """Add payloads to zeros in rank order and divide, with the same bits on every path.
 
-    Waits for a GPU only without kernels for it.
-
-    Args:
+    Waits for a GPU only if it has no Triton kernels. Args:
         payload_format: of each payload.
         rows: the payloads.
         out: shape (num_elements,), all zeros: receives the average.
         buffers: gives work space, which all buckets share, because they are decoded one after the other.
-        by_senders: whether to divide by the number of nonzero values of each element, instead of that of payloads.
+        by_senders: whether to divide each element by the number of workers that sent it, instead of n.
     """
     has_kernels = is_available(out.device)
     if not has_kernels and is_native(out, wire_dtype=payload_format.wire.dtype):
@@ -87,7 +85,7 @@ def add_selection(selection: Selection, out: Tensor, senders: Tensor | None) -> 
 
 
 def concatenate(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
-    """Put the content of the j-th payload into the j-th slice. Waits for a GPU only without kernels for it.
+    """Put the content of the j-th payload into the j-th slice. Waits for a GPU only if it has no Triton kernels.
 
     A slice has ``payload_format.num_elements``. ``out``, shape (d,), all zeros, holds neighbouring slices, of which the
     last ones may be shorter or empty.

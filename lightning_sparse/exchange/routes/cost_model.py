@@ -11,7 +11,7 @@ from lightning_sparse.exchange.payload import aligned
 
 Route = Literal["gather", "reduce_scatter", "dense"]
 
-SMALLEST_CAPACITY = 16
+MIN_CAPACITY = 16
 MEAN_WEIGHT = 0.2
 DEVIATION_WEIGHT = 0.1
 SLACK_DEVIATIONS = 2.0
@@ -26,9 +26,9 @@ GATHER_LAUNCHES, REDUCE_SCATTER_LAUNCHES = 2, 46
 class Forecast(NamedTuple):
     """A forecast of a count that all workers see in every step.
 
-    The capacity is the running mean plus twice the running mean deviation, so a steady count needs almost no padding. A
-    varying count sometimes overflows, which costs a round but stays correct. Rarer overflows would cost more bytes than
-    they save (docs/performance.md). A count that halves or doubles restarts the forecast.
+    The capacity is the larger of running mean and last count, plus twice the running mean deviation. A steady count
+    needs almost no padding. A varying count sometimes overflows, which costs a round but stays correct. Rarer overflows
+    would cost more bytes than they save (docs/performance.md). A count that halves or doubles restarts the forecast.
     """
 
     last: int  # the count of the last step
@@ -51,7 +51,7 @@ class Forecast(NamedTuple):
     def capacity(self, limit: int) -> int:
         """Return the capacity for the next step, a multiple of CAPACITY_STEP; at most ``limit`` rounded up."""
         padded = max(self.mean, self.last) + SLACK_DEVIATIONS * self.deviation
-        return aligned(min(max(SMALLEST_CAPACITY, round(padded)), limit))
+        return aligned(min(max(MIN_CAPACITY, round(padded)), limit))
 
 
 class Speeds(NamedTuple):
@@ -68,11 +68,11 @@ class Speeds(NamedTuple):
 def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False) -> Speeds:
     """Return measured speeds of CPUs, or speeds of GPUs, mostly predicted.
 
-    CPU: 34 ns and 8 ns per coordinate at a density of 20 % without a compiler (benchmarks/selection.py), and 1.3 ns per
-    byte for a Gloo all-reduce in addition to the link's time. The default link has 10 Gbit/s. On a slower link, buckets
-    above a density of 10 % become dense too early, but no step is much slower than in plain DDP. GPU: about 100 bytes
-    of memory traffic per coordinate, 60 µs of the host per launch, Python and operators included, and 4 µs for each
-    payload's chain of reads (docs/performance.md).
+    CPU: 34 ns to select and 8 ns to add a coordinate at a density of 20 % without a compiler (benchmarks/selection.py),
+    and 1.3 ns per byte for a Gloo all-reduce in addition to the link's time. The default link has 10 Gbit/s. On a
+    slower link, buckets above a density of 10 % become dense too early, but no step is much slower than in plain DDP.
+    GPU: about 100 bytes of memory traffic per coordinate, 60 µs of the host per launch, Python and operators included,
+    and 4 µs for each payload's chain of reads (docs/performance.md).
 
     Args:
         link_gbit_s: the rate of a worker's link, in one direction.
@@ -94,7 +94,7 @@ class Costs:
     value_bytes: int  # of a value on the wire
     sum_bytes: int  # of an element of the averaged gradient, which dense routes send
     fixed_bytes: int = 0  # of a payload without coordinates
-    dense_element_bytes: int = 0  # sent and received, of an element on the dense route; 0 for twice those of a sum
+    dense_element_bytes: int = 0  # sent and received per element on the dense route; 0: twice ``sum_bytes``
 
     def received_bytes(self, selected: float, largest_slice: float) -> dict[Route, float]:
         """Return the bytes that reach a worker on each route; see ``seconds`` for the arguments."""

@@ -8,7 +8,7 @@ from lightning_sparse.exchange.wire import Wire
 
 
 class DenseTransfer(Transfer):
-    """All-reduces the masked gradient in ``out``, with the meaning of the sparse routes at dense cost.
+    """All-reduces the masked gradient in ``out``, with the sparse routes' result at dense cost.
 
     The all-reduce determines the order of additions, the same for every worker. Sums have the residual's dtype, even if
     values are rounded to half precision, because no residual would keep the rounding error of a sum. Values are divided
@@ -34,7 +34,7 @@ class DenseTransfer(Transfer):
             self.out.div_(self._senders.clamp_(min=1))
 
 
-class DenseStepsTransfer(Transfer):
+class QuantisedDenseTransfer(Transfer):
     """Sends every encoded element to the worker that sums its slice, and the sums to all workers.
 
     ::
@@ -72,7 +72,7 @@ class DenseStepsTransfer(Transfer):
         self.sent_bytes += part.nbytes
 
     def finish(self) -> None:
-        """Divide the sums by n."""
+        """Wait for the sums, and divide them by n unless they are averages."""
         self.work.wait()
         self.out.copy_(self._wire.decoded(self._gathered[: self.out.numel()], self.out.dtype))
         if not self.by_senders:

@@ -13,7 +13,7 @@ from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
 
 MESSAGE_SECONDS = 1e-3
-"""Core time of a Gloo message per worker, at any size: 0.2 ms at best, and up to 3 ms without the effect of
+"""CPU time of a Gloo message per worker, at any size: 0.2 ms at best, and up to 3 ms without the effect of
 ``use_batch_scheduling`` (docs/performance.md)."""
 FULL_BYTES = 2**16
 """Bytes of waiting payloads that are sent at once if the link's rate is unknown, suitable for 500 Mbit/s."""
@@ -147,7 +147,7 @@ class GatherTransfer(Transfer):
         self.sent_bytes += size
 
     def finish(self) -> None:
-        """Add all payloads in rank order and divide by n."""
+        """Average all payloads in rank order, or pass them to ``take_payloads``."""
         if self._is_averaged:
             return
         rows = self._wait_for_payloads()

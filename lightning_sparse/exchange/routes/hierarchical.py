@@ -21,11 +21,11 @@ class HierarchicalTransfer(Transfer):
 
         node A: workers 0 … L-1   all-reduce of masked gradients           fast links, dense
         local rank l: slice l     its non-zero sums to local rank l of     slow links, sparse; each worker of a node
-                                  every other node                         sends an L-th
+                                  every other node                         sends 1 / L
         node A: workers 0 … L-1   all-gather of the slices                 fast links, dense
 
-    Every worker keeps its own residual and selects its own coordinates. Sums are first within nodes, then over nodes,
-    in the same order for every worker.
+    Every worker keeps its own residual and selects its own coordinates. Values are summed within nodes, then over
+    nodes, in the same order for every worker.
 
     Args:
         nodes: the sub-groups.

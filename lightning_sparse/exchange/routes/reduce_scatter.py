@@ -128,7 +128,7 @@ class ReduceScatterTransfer(GatherTransfer):
             super().send_overflow(header, sizes)
 
     def _pack(self, slices: Tensor) -> None:
-        """Copy the payload's coordinates into one payload per slice, without their number on the host."""
+        """Copy the payload's coordinates into one payload per slice, without waiting for the device."""
         indices, values = self.format.unpack_padded(self.payload, self.out.dtype)
         bounds = torch.arange(self.workers.num_workers + 1, device=indices.device) * self._slice_elements
         starts = torch.searchsorted(indices, bounds.clamp(max=self.format.num_elements))

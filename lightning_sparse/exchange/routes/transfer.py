@@ -41,12 +41,12 @@ class Transfer:
 
     Attributes:
         payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
-        take_payloads: takes this transfer and all workers' payloads, shape (n, bytes), instead of ``out``; the caller
-            may set it. A route without such payloads writes ``out``.
+        take_payloads: if the caller sets it, a route with payloads passes this transfer and all workers' payloads,
+            shape (n, bytes), to it and does not write ``out``.
         overflow: returns selected coordinates beyond the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
         sent_bytes: bytes that this worker passed to collectives.
-        is_dense: whether one dense collective of all workers carries the bucket, with zeros for unselected elements.
+        is_dense: whether all workers exchange the bucket densely, with zeros for unselected elements.
         is_typical: whether later steps are expected to resemble this step.
         is_cleared: whether the caller left zeros in ``out``.
         carries_headers: whether the last bucket's payload carries the headers of all buckets.
@@ -72,7 +72,7 @@ class Transfer:
     @property
     def divisor(self) -> int:
         """n, the divisor of masked gradients; 1 if the route divides."""
-        return 1 if self.format.wire.is_stepped or self.by_senders else self.workers.num_workers
+        return 1 if self.format.wire.is_quantised or self.by_senders else self.workers.num_workers
 
     def start(self) -> None:
         """Issue the first collective."""

@@ -18,11 +18,11 @@ _NO_MORE = object()
 AsWorker = Callable[[int], AbstractContextManager[None]]
 
 
-class BatchesOfWorkers(list[Any]):
+class WorkerBatches(list[Any]):
     """One batch per worker, in rank order."""
 
 
-class LoaderOfWorkers:
+class WorkerLoaders:
     """Yields lists of one batch per worker, until a worker has no more.
 
     Args:
@@ -41,13 +41,13 @@ class LoaderOfWorkers:
     def __len__(self) -> int:
         return min(map(len, self._loaders))
 
-    def __iter__(self) -> Iterator[BatchesOfWorkers]:
+    def __iter__(self) -> Iterator[WorkerBatches]:
         # A DataLoader draws a seed for its processes here, not for the first batch, and Lightning makes iterators that
         # it never reads. Without processes, the data set may draw random numbers for every batch.
         iterators = self._of_each(lambda rank: iter(self._loaders[rank]))
         return self._batches(iterators)
 
-    def _batches(self, iterators: Sequence[Iterator[Any]]) -> Iterator[BatchesOfWorkers]:
+    def _batches(self, iterators: Sequence[Iterator[Any]]) -> Iterator[WorkerBatches]:
         while True:
             batches = self._of_each(lambda rank: next(iterators[rank], _NO_MORE))
             if any(batch is _NO_MORE for batch in batches):
@@ -59,8 +59,8 @@ class LoaderOfWorkers:
         for loader in self._loaders:
             _shutdown_workers_and_reset_iterator(loader)
 
-    def _of_each(self, function: Callable[[int], Any]) -> BatchesOfWorkers:
-        found = BatchesOfWorkers()
+    def _of_each(self, function: Callable[[int], Any]) -> WorkerBatches:
+        found = WorkerBatches()
         for rank in range(len(self._loaders)):
             with self._as_worker(rank):
                 found.append(function(rank))
@@ -76,10 +76,10 @@ class LoaderOfWorkers:
             loader.load_state_dict(copy.deepcopy(state))
 
 
-def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -> LoaderOfWorkers:
+def make_worker_loaders(trainer: Trainer, as_worker: AsWorker, num_workers: int) -> WorkerLoaders:
     """Return the training data of all workers from one ``train_dataloader`` call per worker.
 
-    Lightning calls it once before, as the only worker, and that result is not used. So if ``train_dataloader`` draws
+    Lightning first calls ``train_dataloader`` once, as the only worker, and discards the result. If that call draws
     random numbers, as ``random_split`` does, data differ from those of processes: give it a generator with a seed.
 
     Args:
@@ -105,7 +105,7 @@ def loader_of_workers(trainer: Trainer, as_worker: AsWorker, num_workers: int) -
                 "Make a new one in train_dataloader, which is called for each worker."
             )
         loaders.append(_of_worker(loader, trainer, num_workers, rank) if isinstance(loader, DataLoader) else loader)
-    return LoaderOfWorkers(loaders, as_worker)
+    return WorkerLoaders(loaders, as_worker)
 
 
 def _of_worker(loader: DataLoader[Any], trainer: Trainer, num_workers: int, rank: int) -> DataLoader[Any]:

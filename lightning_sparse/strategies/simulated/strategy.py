@@ -23,7 +23,7 @@ from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.sparsifiers.arguments import require_count
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.options import require_arguments
-from lightning_sparse.strategies.simulated.data import BatchesOfWorkers, LoaderOfWorkers, loader_of_workers
+from lightning_sparse.strategies.simulated.data import WorkerBatches, WorkerLoaders, make_worker_loaders
 from lightning_sparse.strategies.simulated.limits import refuse, require_attributes, require_known, require_simulable
 from lightning_sparse.strategies.simulated.turns import RandomNumbers, Turns, named_parameters
 from lightning_sparse.strategies.simulated.workers import SimulatedWorker, SimulatedWorkers
@@ -90,7 +90,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         self.num_workers = num_workers
         self.workers: SimulatedWorkers | None = None
         self._own_attributes = tuple(own_attributes)
-        self._loader: LoaderOfWorkers | None = None
+        self._loader: WorkerLoaders | None = None
         self._has_run = False
 
     @override
@@ -189,12 +189,12 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if not self._module.trainer.training:
             return dataloader
-        self._loader = loader_of_workers(self._module.trainer, self._as_worker, self.num_workers)
+        self._loader = make_worker_loaders(self._module.trainer, self._as_worker, self.num_workers)
         return self._loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, BatchesOfWorkers):
+        if isinstance(batch, WorkerBatches):
             return batch  # training_step moves each batch in its worker's turn
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -208,7 +208,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         batches, *rest = args
-        if not isinstance(batches, BatchesOfWorkers):
+        if not isinstance(batches, WorkerBatches):
             refuse("training_step(dataloader_iter), which reads batches itself")
         if self._has_run:
             refuse("closures that are called several times per step, as by LBFGS or SAM")

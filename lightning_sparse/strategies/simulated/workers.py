@@ -84,7 +84,7 @@ class SimulatedWorker(Averager):
         """
         self._committed_numbers = None
         self.residuals.commit(set(self._parameters))
-        self._engine.account(counts=False)
+        self._engine.end_step(counts=False)
         self._engine.calibrator.confirm(reached)
 
     def _flat(self, bucket: ParameterBucket, gradients: Mapping[str, Tensor]) -> FlatBucket:

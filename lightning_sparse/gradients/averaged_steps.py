@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, UnexchangedParameters, changes_weights
 
-MOST_EMPTY_CALLS = 20
+MAX_EMPTY_CALLS = 20
 """Consecutive calls without a gradient before the warning."""
 
 
-class StepsOnAverages(ParameterStepObserver):
+class AveragedStepObserver(ParameterStepObserver):
     """Warns once about a misplaced or repeated call of ``average_gradients``."""
 
     def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:
@@ -31,10 +31,10 @@ class StepsOnAverages(ParameterStepObserver):
         self._empty_calls = 0 if marks else self._empty_calls + 1
         if not marks:
             self._require_exchanged(self._unexchanged.first_with_gradient())
-        if self._empty_calls == MOST_EMPTY_CALLS:
+        if self._empty_calls == MAX_EMPTY_CALLS:
             self._warn(
                 "no gradients",
-                f"average_gradients() found no gradients in {MOST_EMPTY_CALLS} calls. Call it after backward() and "
+                f"average_gradients() found no gradients in {MAX_EMPTY_CALLS} calls. Call it after backward() and "
                 "before zero_grad()",
             )
         if marks and marks.items() <= self._averaged.items():
