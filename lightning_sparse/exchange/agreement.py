@@ -44,7 +44,7 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
         if len(lines) > MAX_NAMED:
             lines[MAX_NAMED:] = [f"  and {len(lines) - MAX_NAMED} more"]
         raise RuntimeError(
-            "The workers differ in model, settings or versions, which must be the same. Differences:\n"
+            "The workers differ in model, settings or versions. Make these equal. Differences:\n"
             + "\n".join(lines)
         )
 

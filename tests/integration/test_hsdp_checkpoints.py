@@ -327,7 +327,7 @@ def test_a_changed_model_keeps_matching_state_and_names_the_lost_norm(saved: Any
     lost = ["network.0.bias", "network.0.weight", "network.2.weight"]
     norm = sum(float(old[0][name].square().sum()) for name in lost) ** 0.5
     [message] = [text for text in results[0][0] if "the model is not the one of the checkpoint" in text]
-    lost_part, new_part = message.split("Not in the checkpoint, so their residuals start from zero: ")
+    lost_part, new_part = message.split("The checkpoint lacks these parameters, so their residuals start from zero: ")
     assert f"so their residuals (norm {norm:.3g}) are lost: " in lost_part
     assert all(name in lost_part and name in new_part for name in lost), message
     for rank, (_, residuals) in enumerate(results):

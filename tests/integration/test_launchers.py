@@ -79,7 +79,7 @@ SAVES = (
     assert "lightning_sparse" in inside
     assert after["global_step"] == 0
     assert after["optimizer_states"] == []
-    assert "a process that was no worker" in after["lightning_sparse"]["why_incomplete"]
+    assert "a process that is not a worker" in after["lightning_sparse"]["why_incomplete"]
     trainer = Trainer(strategy=sys.argv[1], accelerator="cpu", devices=2, max_steps=3, logger=False)
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(16, 4), 2), ckpt_path="after.ckpt")
 """
@@ -99,7 +99,7 @@ def test_a_checkpoint_after_a_forked_fit_names_its_gaps(strategy: str, lost: str
         strategy,
         tmp_path,
     )
-    message = f"the checkpoint holds no {lost} (it is saved by a process that was no worker"
+    message = f"the checkpoint holds no {lost} (it is saved by a process that is not a worker"
     assert printed.count(message) == 1, printed  # Python shows an equal warning only once
 
 

@@ -68,6 +68,6 @@ def test_the_cells_of_the_page_train_save_and_resume_in_a_kernel(
     NotebookClient(notebook, timeout=240, kernel_name="python3").execute()  # raises the error of a cell
     printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
     assert "2 processes" in printed[1]
-    assert "holds no residuals (it is saved by a process that was no worker" in printed[2]
+    assert "holds no residuals (it is saved by a process that is not a worker" in printed[2]
     assert "Restored all states" in printed[3]
     assert "calibrat" not in printed[3]  # λ comes from the checkpoint
