@@ -25,7 +25,7 @@ import yaml
 from benchmarks import report
 from benchmarks.network_lab import NetworkLab
 from recipes.compare.variants import Variant, expand_variants
-from recipes.demo import Run, read
+from recipes.logs import Run, read
 
 BLOCK, BLOCKS = 30, 2
 """Steps per time, so that each includes one exchange of a method with 30 steps between exchanges; times per turn."""

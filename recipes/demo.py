@@ -8,31 +8,19 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, median
 
 from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from recipes.logs import Run, read
+from recipes.plot import finish
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = REPOSITORY / "recipes" / "resnet18_cifar10" / "demo.yaml"
 DENSE_COLOUR, SPARSE_COLOUR, MEAN_COLOUR = "0.45", "tab:blue", "navy"
 STEPS_OF_MEAN = 25
-
-
-@dataclass(frozen=True)
-class Run:
-    """The TensorBoard scalars of a training: steps and values by name."""
-
-    steps: dict[str, list[int]]
-    values: dict[str, list[float]]
-
-    @property
-    def num_elements(self) -> int:
-        """d, the number of elements of the gradient, of 4 bytes each."""
-        return round(self.values["gradient_bytes"][0] / 4)
 
 
 def main() -> None:
@@ -62,21 +50,6 @@ def train(title: str, folder: Path, *arguments: str, number: int) -> Run:
     if finished.returncode:
         sys.exit(f"The training ended with exit code {finished.returncode}; its messages are above.")
     return read(folder)
-
-
-def read(folder: Path) -> Run:
-    """Return the scalars of the only TensorBoard run below a folder."""
-    found = sorted({file.parent for file in folder.rglob("events.out.tfevents.*")})  # a resumed run has several files
-    if len(found) != 1:
-        names = ", ".join(run.name for run in found) or "none"
-        sys.exit(f"{folder} holds {len(found)} runs ({names}). It must hold one run: remove the others or train again.")
-    events = EventAccumulator(str(found[0]), size_guidance={"scalars": 0})
-    events.Reload()
-    scalars = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
-    return Run(
-        steps={name: [point.step for point in points] for name, points in scalars.items()},
-        values={name: [point.value for point in points] for name, points in scalars.items()},
-    )
 
 
 def format_table(sparse: Run, dense: Run) -> str:
@@ -152,8 +125,7 @@ def draw(sparse: Run, dense: Run) -> Figure:
     error.set_ylim(bottom=0)
     error.set_xlabel("step")
     for axes in (accuracy, density, error):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish(axes)
     return figure
 
 

@@ -1,6 +1,8 @@
 """Downloads a data set's file and verifies it before it appears at its path."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -53,8 +55,7 @@ def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
 
 def _download(url: str, path: Path, md5: str | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{uuid4().hex}.part")
-    try:
+    with whole(path) as part:
         with (
             requests.get(url, headers=HEADERS, timeout=TIMEOUT_SECONDS, stream=True) as response,
             part.open("wb") as file,
@@ -67,6 +68,17 @@ def _download(url: str, path: Path, md5: str | None) -> None:
                     progress.update(len(chunk))
         if md5 is not None and (found := _md5(part)) != md5:
             raise OSError(f"the server's file has md5 {found}, expected {md5}")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; the file appears at ``path`` when the context ends without an error.
+
+    The yielded path is unique, because other nodes may write to a shared folder at the same time.
+    """
+    part = path.with_name(f"{path.name}.{uuid4().hex}.part")
+    try:
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -31,8 +31,9 @@ class Lag(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Add the averaged gradients to their running mean."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in pl_module.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) in own:
                 self._means.setdefault(name, torch.zeros_like(parameter)).lerp_(parameter.grad, 1 / self.window)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

@@ -1,7 +1,7 @@
 """The learning-rate schedule of the published experiments."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 
 import torch
@@ -27,6 +27,11 @@ def schedule_by_epoch(module: LightningModule, optimizer: torch.optim.Optimizer)
             milestones=options["milestones"],
         )
 
+    return schedule_by_step(optimizer, rate)
+
+
+def schedule_by_step(optimizer: torch.optim.Optimizer, rate: Callable[[int], float]) -> OptimizerLRScheduler:
+    """Return an optimizer and its schedule: ``rate`` returns the relative learning rate of a step."""
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, rate), "interval": "step"}}
 
 

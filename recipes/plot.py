@@ -12,7 +12,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.demo import Run, read
+from recipes.logs import Run, read
 
 STEPS_OF_MEAN = 10
 ROWS = (
@@ -53,12 +53,24 @@ def draw(runs: dict[str, Run]) -> Figure:
                 _curve(axes, run.steps[name], run.values[name], f"C{number}", run_label)
         axes.set_ylabel(label)
         axes.set_yscale(scale)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish(axes)
     axes.set_xlabel("step")
-    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=2, fontsize="small")  # over no curve
+    add_shared_legend(figure, columns=2)
     return figure
+
+
+def finish(axes: Axes) -> None:
+    """Add a grid, and remove the frame above and on the right."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def add_shared_legend(figure: Figure, columns: int | None = None) -> None:
+    """Add a legend of all axes, below them; None puts all lines into one row."""
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
+    figure.legend(
+        handles=list(lines.values()), loc="outside lower center", ncols=columns or len(lines), fontsize="small"
+    )
 
 
 def _curve(axes: Axes, steps: list[int], values: list[float], colour: str, label: str) -> None:

@@ -19,9 +19,8 @@ from unittest.mock import patch
 
 import torch
 
+from lightning_sparse.checkpointing.content import KEY
 from recipes.__main__ import main as run_command_line
-
-KEY = "lightning_sparse"
 
 
 def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:

@@ -23,19 +23,19 @@ from torch.distributed.tensor import DTensor
 from lightning_sparse.drift.drift_exchange import DriftExchange, trained_parameters
 from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.drift.untrained_tensors import ignored_names, named_tensors
+from lightning_sparse.drift.untrained_tensors import named_tensors
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
-from lightning_sparse.engine.options import DriftOptions, checked
+from lightning_sparse.engine.options import DriftOptions, checked, settings_of
 from lightning_sparse.engine.sharding import Resharded
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
-from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
+from lightning_sparse.exchange.agreement import ignored_names, parameter_settings, require_agreement
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.sparsifiers.protocol import Sparsifier, describe, require_sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
 class SparseModelAverager(Averager):
@@ -107,7 +107,7 @@ class SparseModelAverager(Averager):
         require_one_device(weights)
         self.device = local(next(iter(weights.values()))).device
         with torch.accelerator.device_index(self.device.index):
-            settings = drift_settings(sparsifier, self.options, per_layer_stats)
+            settings = settings_of(sparsifier, self.options, per_layer_stats)
             require_agreement(parameter_settings(module) | settings, group)
             self._module = module
             self.own_group = OwnGroup(group)
@@ -274,9 +274,3 @@ class SparseModelAverager(Averager):
     def anchor(self) -> dict[str, Tensor]:
         """Return views of x by name with the weights' shapes, complex ones as real."""
         return self.exchange.anchors()
-
-
-def drift_settings(sparsifier: Sparsifier, options: DriftOptions, per_layer_stats: bool) -> dict[str, Any]:
-    """Return plain values of the settings that must be equal on all workers."""
-    settings = sparsifier.settings() | vars(options) | {"outer_optimizer": describe(options.outer_optimizer)}
-    return settings | {"per_layer_stats": per_layer_stats}

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.anchor import AnchorBucket, DriftBucket, WeightOwnership, load_outer, outer_state
-from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, ignored_names
+from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.engine.snapshot import Tensors
+from lightning_sparse.exchange.agreement import ignored_names
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import Residual
 
@@ -144,9 +145,9 @@ class DriftExchange:
 
     def restart(self) -> None:
         """Make the current weights the anchor, and discard all history. Not collective."""
-        if self.pending:
+        if self.pending or self.is_changing:
             for bucket in self.buckets:
-                bucket.drift = torch.zeros_like(bucket.drift)  # pending collectives still write to the old tensors
+                bucket.drift = torch.zeros_like(bucket.drift)  # collectives may still write to the old tensors
         self.pending, self.is_changing = [], False
         for bucket in self.buckets:
             bucket.read(bucket.anchor)

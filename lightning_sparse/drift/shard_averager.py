@@ -7,8 +7,8 @@ the optimizer steps on shards. Between replicas, the ranks that hold the same sh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_sparse.drift.averager import SparseModelAverager, drift_settings
-from lightning_sparse.engine.options import DriftOptions, checked
+from lightning_sparse.drift.averager import SparseModelAverager
+from lightning_sparse.engine.options import DriftOptions, checked, settings_of
 from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
@@ -56,7 +56,7 @@ class ShardModelAverager(SparseModelAverager):
     ) -> None:
         options = checked(options, DriftOptions)
         require_sparsifier(sparsifier)
-        sharding = Sharding(module, mesh, drift_settings(sparsifier, options, per_layer_stats))
+        sharding = Sharding(module, mesh, settings_of(sparsifier, options, per_layer_stats))
         self.replica = sharding.replica
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
         self._engine.combine_shards = sharding.combine_shards

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_sparse.engine.grouping import as_real, local
-from lightning_sparse.exchange.agreement import gather_objects
+from lightning_sparse.exchange.agreement import gather_objects, ignored_names
 from lightning_sparse.exchange.buffers import copy_to_device, numbers_on_device
 from lightning_sparse.exchange.workers import Workers
 
@@ -23,11 +23,6 @@ _SPREAD, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0x
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and buffers by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def ignored_names(module: nn.Module) -> set[str]:
-    """Return names of tensors that DDP ignores, such as a worker's own experts."""
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 class UntrainedTensors:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,7 +12,7 @@ from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import DTYPES, MAX_GRID_STEPS, ValueDtype
 from lightning_sparse.sparsifiers.arguments import is_number, require_count, require_flag, require_word
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
-from lightning_sparse.sparsifiers.protocol import Sparsifier
+from lightning_sparse.sparsifiers.protocol import Sparsifier, describe
 
 Options = TypeVar("Options", bound="ExchangeOptions")
 ErrorFeedback = Literal["gradient", "learning_rate", "none"]
@@ -92,9 +92,9 @@ class ExchangeOptions:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GradientOptions(ExchangeOptions):
-    """Options of the exchange of gradients, apart from the sparsifier.
+    """Options of the exchange of gradients, also those of `ExchangeOptions`.
 
     Args:
         error_feedback: ``"gradient"`` keeps unsent values. ``"learning_rate"`` multiplies them by lr_{t-1} / lr_t
@@ -123,9 +123,9 @@ class GradientOptions(ExchangeOptions):
         return self.error_feedback != "none"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DriftOptions(ExchangeOptions):
-    """Options of the exchange of drifts.
+    """Options of the exchange of drifts, also those of `ExchangeOptions`.
 
     Args:
         every_n_steps: optimizer steps (of all optimizers together) per exchange, at least 1.
@@ -140,9 +140,6 @@ class DriftOptions(ExchangeOptions):
             subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
         overlap: True overlaps the exchange with the next step and applies its result one step later.
-        value_dtype: dtype of sent values, as for gradients. Rounding errors stay with unsent values.
-        exchange: the route, as for gradients.
-        link_gbit_s: the rate of a worker's link, as for gradients.
 
     Raises:
         ValueError: an option has a value that is not allowed, or two options exclude each other.
@@ -185,6 +182,12 @@ class DriftOptions(ExchangeOptions):
     def averages_senders(self) -> bool:
         """Whether the average of a coordinate is over the workers that sent it, instead of all."""
         return self.average_over == "senders"
+
+
+def settings_of(sparsifier: Sparsifier, options: ExchangeOptions, per_layer_stats: bool) -> dict[str, Any]:
+    """Return plain values of the settings that must be equal on all workers."""
+    values = {name: describe(value) for name, value in vars(options).items()}
+    return sparsifier.settings() | values | {"per_layer_stats": per_layer_stats}
 
 
 def checked(options: Options | None, kind: type[Options]) -> Options:

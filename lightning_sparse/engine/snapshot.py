@@ -14,6 +14,7 @@ from zlib import crc32
 import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine.grouping import local
 from lightning_sparse.selection.numbers import squared_norm
@@ -47,11 +48,7 @@ class Snapshot:
 
 def copied(tree: Any) -> Any:
     """Return nested containers with every tensor copied to the CPU, in the same memory format."""
-    if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, Mapping):
-        return {name: copied(entry) for name, entry in tree.items()}
-    return [copied(entry) for entry in tree] if isinstance(tree, list) else tree
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
 
 def not_plain(tree: Any) -> str | None:

@@ -44,8 +44,7 @@ def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None 
         if len(lines) > MAX_NAMED:
             lines[MAX_NAMED:] = [f"  and {len(lines) - MAX_NAMED} more"]
         raise RuntimeError(
-            "The workers differ in model, settings or versions. Make these equal. Differences:\n"
-            + "\n".join(lines)
+            "The workers differ in model, settings or versions. Make these equal. Differences:\n" + "\n".join(lines)
         )
 
 
@@ -81,12 +80,14 @@ def raised_together() -> Iterator[None]:
             raise RuntimeError(f"Rank {rank}: {message}")
 
 
-def parameter_settings(module: nn.Module) -> dict[str, Any]:
-    """Return shape, dtype and ``requires_grad`` of each parameter, which must be equal.
+def ignored_names(module: nn.Module) -> set[str]:
+    """Return names of tensors that DDP ignores, such as a worker's own experts."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
-    Parameters that DDP ignores are left out, such as the experts of a mixture with each expert on a single worker.
-    """
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+def parameter_settings(module: nn.Module) -> dict[str, Any]:
+    """Return shape, dtype and ``requires_grad`` of each parameter that DDP does not ignore, which must be equal."""
+    ignored = ignored_names(module)
     return {
         f"parameter {name}": "not initialised"
         if nn.parameter.is_lazy(parameter)

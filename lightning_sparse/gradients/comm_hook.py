@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import require_one_device
-from lightning_sparse.engine.options import GradientOptions, checked
+from lightning_sparse.engine.options import GradientOptions, checked, settings_of
 from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.gradients.sparse_state import SparseState, sparse_hook
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
@@ -96,7 +96,7 @@ def attach(
         if name not in ddp_module.parameters_to_ignore
     }
     require_one_device({name: parameter for parameter, name in names.items() if parameter.requires_grad})
-    settings = sparsifier.settings() | vars(options) | {"per_layer_stats": per_layer_stats}
+    settings = settings_of(sparsifier, options, per_layer_stats)
     bucket_settings = ("bucket_bytes_cap", "find_unused_parameters", "static_graph")
     settings |= {name: getattr(ddp_module, name) for name in bucket_settings}
     with torch.accelerator.device_index(ddp_module.device.index):

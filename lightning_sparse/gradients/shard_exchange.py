@@ -23,7 +23,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.options import ExchangeOptions, checked
+from lightning_sparse.engine.options import ExchangeOptions, checked, settings_of
 from lightning_sparse.engine.sharding import Sharding
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
@@ -90,8 +90,7 @@ class ShardExchange(Averager):
         options = checked(options, ExchangeOptions)
         require_sparsifier(sparsifier)
         options.validate(sparsifier)
-        settings = sparsifier.settings() | vars(options) | {"per_layer_stats": per_layer_stats}
-        sharding = Sharding(module, mesh, settings)
+        sharding = Sharding(module, mesh, settings_of(sparsifier, options, per_layer_stats))
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
         with torch.accelerator.device_index(self.device.index):
             self.own_group = OwnGroup(sharding.group)

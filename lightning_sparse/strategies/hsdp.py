@@ -79,7 +79,8 @@ class SparseHSDPStrategy(ReplicaStrategy):
         if closure is None:
             self._run_and_exchange(optimizer, lambda: None)
             return None
-        return args[:1], {**kwargs, "closure": partial(self._run_and_exchange, optimizer, torch.enable_grad()(closure))}
+        whole = partial(self._run_and_exchange, optimizer, torch.enable_grad()(closure))
+        return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
 
 
 class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from recipes.learning_rate import schedule_by_step
 from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, normalise
 from recipes.resnet18_cifar10.model import LoggedClassifier
 
@@ -79,8 +79,7 @@ class ShortTrainingClassifier(LoggedClassifier):
             nesterov=True,
         )
         num_steps = self.trainer.estimated_stepping_batches
-        schedule = LambdaLR(optimizer, lambda step: relative_learning_rate(step / num_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return schedule_by_step(optimizer, lambda step: relative_learning_rate(step / num_steps))
 
 
 def relative_learning_rate(progress: float) -> float:

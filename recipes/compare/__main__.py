@@ -43,7 +43,7 @@ from recipes.compare.pictures import draw_steps, draw_volume, save
 from recipes.compare.runs import Choice, Outcome, Runs
 from recipes.compare.tables import format_grid_table, format_table, write_csv
 from recipes.compare.variants import Variant
-from recipes.demo import read
+from recipes.logs import read
 
 
 def main() -> None:

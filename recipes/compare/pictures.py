@@ -5,13 +5,13 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from recipes.compare.runs import Outcome
 from recipes.compare.variants import Variant
-from recipes.demo import Run
+from recipes.logs import Run
+from recipes.plot import finish
 
 LOG_SCALE_RATIO = 20.0
 """An axis is logarithmic if its largest value exceeds this multiple of the smallest, as after divergence."""
@@ -42,7 +42,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
     axes.set_xlabel("MB sent per worker in the whole training")
     axes.set_ylabel(metric)
     axes.set_yscale(_scale([fmean([run.metric for run in runs]) for runs in outcomes.values()]))
-    _finish(axes)
+    finish(axes)
     figure.legend(loc="outside right upper", frameon=False)
     return figure
 
@@ -75,7 +75,7 @@ def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
                 axes.plot(steps, means, color=f"C{number}", linewidth=1.2, label=label)
         axes.set_ylabel(title)
         axes.set_yscale(scale)
-        _finish(axes)
+        finish(axes)
     axes.set_xlabel("step")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
@@ -104,8 +104,3 @@ def _mean_curve(
     width = max(1, length // MAX_POINTS)
     starts = range(0, length, width)
     return [fmean(steps[at : at + width]) for at in starts], [fmean(means[at : at + width]) for at in starts]
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)

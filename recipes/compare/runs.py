@@ -20,7 +20,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from recipes.compare.variants import Grid, Variant
-from recipes.demo import read
+from recipes.logs import read
 
 DENSITY_TOLERANCE = 0.1
 """Largest relative deviation of the average density from its target."""

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from recipes import MissingDataError
@@ -23,34 +23,19 @@ from recipes.missing_data import failing_together, fetch_error
 NUM_BYTES = 256
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """A text cut into windows of equal length, without the remainder.
-
-    Args:
-        tokens: the text, one-dimensional, of any integer dtype.
-        length: tokens per window.
+def windows_of(tokens: Tensor, length: int) -> TensorDataset:
+    """Cut a text, a vector of integers, into windows of inputs and of targets that are one token later.
 
     Example:
-        >>> [(inputs.tolist(), targets.tolist()) for inputs, targets in Windows(torch.arange(8), 3)]
+        >>> [(inputs.tolist(), targets.tolist()) for inputs, targets in windows_of(torch.arange(8), 3)]
         [([0, 1, 2], [1, 2, 3]), ([3, 4, 5], [4, 5, 6])]
     """
-
-    def __init__(self, tokens: Tensor, length: int) -> None:
-        self._tokens, self._length = tokens, length
-
-    def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start = index * self._length
-        window = self._tokens[start : start + self._length + 1].long()
-        return window[:-1], window[1:]
+    end = (len(tokens) - 1) // length * length
+    return TensorDataset(tokens[:end].view(-1, length), tokens[1 : end + 1].view(-1, length))
 
 
 class GPTDataModule(LightningDataModule):
-    """Batches of inputs and of targets shifted by a token, int64 of shape (batch_size, length).
+    """Batches of inputs and of targets shifted by a token, integers of shape (batch_size, length).
 
     Args:
         root: folder of the data sets; WikiText-2 is downloaded to ``<root>/wikitext-2`` unless it exists.
@@ -130,18 +115,18 @@ class GPTDataModule(LightningDataModule):
         return texts
 
     @override
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return self._loader("train", shuffle=True)
 
     @override
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return self._loader("val")
 
     @override
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return self._loader("test")
 
-    def _loader(self, split: str, *, shuffle: bool = False) -> DataLoader[tuple[Tensor, Tensor]]:
-        windows = Windows(self._texts[split], self.length)
+    def _loader(self, split: str, *, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
+        windows = windows_of(self._texts[split], self.length)
         batch_size = self.batch_size if shuffle else 4 * self.batch_size
         return DataLoader(windows, batch_size, shuffle=shuffle, drop_last=shuffle)

@@ -9,8 +9,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
+
+from recipes.learning_rate import schedule_by_step
 
 
 class GPT(nn.Module):
@@ -140,7 +141,7 @@ class GPTLanguageModel(LightningModule):
         self.log("test/loss", self._loss(batch), sync_dist=True)
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        tokens, targets = batch
+        tokens, targets = (part.long() for part in batch)
         return functional.cross_entropy(self.network(tokens).flatten(0, 1), targets.flatten())
 
     @override
@@ -153,8 +154,7 @@ class GPTLanguageModel(LightningModule):
         if options["optimizer"] == "sgd":
             optimizer = torch.optim.SGD(self.parameters(), rate, momentum=0.9, weight_decay=decay)
         total, warmup = int(self.trainer.estimated_stepping_batches), options["warmup_steps"]
-        schedule = LambdaLR(optimizer, lambda step: relative_learning_rate(step, warmup, total))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return schedule_by_step(optimizer, lambda step: relative_learning_rate(step, warmup, total))
 
 
 def relative_learning_rate(step: int, warmup_steps: int, total_steps: int) -> float:

@@ -9,6 +9,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from recipes.plot import add_shared_legend, finish
+
 LABELS = {
     "dense": "dense",
     "top_k": "Top-k of each layer",
@@ -75,9 +77,8 @@ def draw_curves(frame: pd.DataFrame) -> Figure:
         row[1].set(xlabel="kilobits sent by a worker", ylabel="f(x) − f*", yscale="log", xscale="log")
         row[2].set(xlabel="iterations", ylabel="‖e‖, gradient units")
         for axes in row:
-            _style(axes)
-    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=len(lines), fontsize="small")
+            finish(axes)
+    add_shared_legend(figure)
     return figure
 
 
@@ -96,7 +97,7 @@ def draw_bound(frame: pd.DataFrame) -> Figure:
             axes.plot(*_mean(rows, "iteration", "bound"), color=f"C{number}", linestyle="--")
         axes.set(xlabel="iterations", title=f"{sharding} shards", yscale="log")
         axes.legend(fontsize="small")
-        _style(axes)
+        finish(axes)
     figure.axes[0].set_ylabel("mean of f(x_t) − f*, and its bound (dashed)")
     return figure
 
@@ -168,11 +169,6 @@ def _plot_band(axes: Axes, frame: pd.DataFrame, x: str, y: str, colour: str, lab
     seeds = frame.groupby("iteration")[y]
     axes.plot(across, means, color=colour, label=label, linewidth=1.2, **style)
     axes.fill_between(across, seeds.min(), seeds.max(), color=colour, alpha=0.2, linewidth=0)
-
-
-def _style(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 if __name__ == "__main__":

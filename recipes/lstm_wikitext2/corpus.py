@@ -1,7 +1,6 @@
 """Loads WikiText-2 as word indices, or the text of a Markov chain without a download."""
 
 import hashlib
-import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from torchtext.data import Field
 from torchtext.datasets import LanguageModelingDataset
 
 from recipes import MissingDataError
-from recipes.download import fetch
+from recipes.download import fetch, whole
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 
 # The address in torchtext no longer works.
@@ -104,9 +103,8 @@ def _write_whole(path: Path, content: bytes) -> None:
     found = _md5(content)
     if found != MD5[path.name]:
         raise zipfile.BadZipFile(f"its {path.name} has md5 {found}, expected {MD5[path.name]}")
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(content)
-    part.replace(path)
+    with whole(path) as part:
+        part.write_bytes(content)
 
 
 def _md5(content: bytes) -> str:

@@ -1,13 +1,11 @@
 """Downloads MovieLens from GroupLens' server."""
 
-import os
 import shutil
-import tempfile
 import zipfile
 from pathlib import Path
 
 from recipes import MissingDataError
-from recipes.download import fetch
+from recipes.download import fetch, whole
 
 SERVER = "https://files.grouplens.org/datasets/movielens"
 MD5 = {"ml-20m": "cd245b17a1ae2cc31bb14903e1204af3"}
@@ -37,18 +35,14 @@ def fetch_ratings(root: Path, dataset: str) -> Path:
 
 def _unpack(archive: Path, member: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A unique name, because other nodes may unpack into a shared folder at the same time.
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f"{target.name}.", delete=False) as file:
-        try:
-            with zipfile.ZipFile(archive) as opened, opened.open(member) as source:
-                shutil.copyfileobj(source, file)
-            file.close()
-            shutil.copymode(archive, file.name)
-            os.replace(file.name, target)
-        except (zipfile.BadZipFile, KeyError, EOFError) as error:
-            reason = error.args[0] if error.args else type(error).__name__  # str() would quote a KeyError's message
-            raise MissingDataError(
-                f"{archive.absolute()} is broken: {reason}. Delete it to download it again."
-            ) from error
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+    try:
+        with (
+            whole(target) as part,
+            part.open("wb") as file,
+            zipfile.ZipFile(archive) as opened,
+            opened.open(member) as source,
+        ):
+            shutil.copyfileobj(source, file)
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        reason = error.args[0] if error.args else type(error).__name__  # str() would quote a KeyError's message
+        raise MissingDataError(f"{archive.absolute()} is broken: {reason}. Delete it to download it again.") from error

@@ -1,9 +1,6 @@
 """Splits MovieLens' ``ratings.csv`` into training interactions and candidates, with a cache."""
 
-import os
 import pickle
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from recipes.download import whole
 from recipes.ncf_movielens.table import LARGEST_ID, InvalidRatingsError, describe_row, read_table
 
 NUM_NEGATIVE_CANDIDATES = 100
@@ -68,7 +66,7 @@ def load_ratings(path: Path) -> Ratings:
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, AttributeError, ValueError):
         pass
     ratings = parse_ratings(path)
-    _write(cache, {"made_from": made_from, **asdict(ratings)}, path)
+    _write(cache, {"made_from": made_from, **asdict(ratings)})
     return ratings
 
 
@@ -205,16 +203,9 @@ class _InvalidRowError(ValueError):
         self.reason = reason
 
 
-def _write(path: Path, content: dict[str, Any], ratings: Path) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
     try:
-        # A unique name, because other nodes may write this cache to a shared folder at the same time.
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
-            try:
-                torch.save(content, file)
-                file.close()
-                shutil.copymode(ratings, file.name)  # users that can read the ratings can read the cache
-                os.replace(file.name, path)
-            finally:
-                Path(file.name).unlink(missing_ok=True)
+        with whole(path) as part:
+            torch.save(content, part)
     except OSError as error:
         rank_zero_warn(f"The cache could not be written: {error}. Every worker will parse the ratings in every run.")

@@ -60,7 +60,8 @@ def test_calibration_steps_are_dense_and_later_steps_are_sparse(exchange):
 
 @on_workers(1)
 def test_register_comm_hook_rejects_unsuitable_modules_and_options():
-    plain, fixed, by_rate = torch.nn.Linear(2, 2), HardThreshold(threshold=0.1), GradientOptions("learning_rate")
+    plain, fixed = torch.nn.Linear(2, 2), HardThreshold(threshold=0.1)
+    by_rate = GradientOptions(error_feedback="learning_rate")
     ddp, registered = DistributedDataParallel(plain), DistributedDataParallel(torch.nn.Linear(2, 2))
     state = register_comm_hook(registered, fixed)
     state.close()

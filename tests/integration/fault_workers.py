@@ -26,7 +26,6 @@ from tests.integration.fault_training import ByHand, Exact
 from tests.integration.models import SMALL_BUCKETS_MB, WEIGHTS_ONLY, quiet_trainer, warnings_of
 from tests.integration.unwatched_workers import workers
 
-KEY = "lightning_sparse"
 THRESHOLD = 1.125
 LOCAL_THRESHOLD = 0.6
 STEPS, RESUMED_STEPS = 6, 9

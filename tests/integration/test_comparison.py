@@ -16,7 +16,7 @@ from recipes.compare.pictures import draw_steps, draw_volume
 from recipes.compare.runs import Choice, Outcome, Runs, read_outcome
 from recipes.compare.tables import format_grid_table, format_table
 from recipes.compare.variants import Grid, Variant, expand_variants, parse_grid
-from recipes.demo import Run, read
+from recipes.logs import Run, read
 from tests.integration.unwatched_workers import is_running, wait_until
 from tests.markdown import PROJECT
 

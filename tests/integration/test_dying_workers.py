@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_sparse import HardThreshold, SparseDDPStrategy
+from lightning_sparse.checkpointing.content import KEY
 from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection, Sparsifier
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
@@ -47,7 +48,6 @@ GROUP_TIMEOUT = 15.0
 ENDLESS = 1_000_000
 THRESHOLD = 0.1
 """Sends about a tenth of the coordinates per step."""
-KEY = "lightning_sparse"
 
 # The training and its failure.
 

@@ -400,7 +400,7 @@ class TestFile:
         def refuse(*args, **kwargs):
             raise PermissionError("read-only")
 
-        monkeypatch.setattr("recipes.ncf_movielens.ratings.tempfile.NamedTemporaryFile", refuse)
+        monkeypatch.setattr("recipes.ncf_movielens.ratings.whole", refuse)
         path = write_ratings(tmp_path / "ratings.csv", some_rows())
         with pytest.warns(UserWarning, match="cache could not be written: read-only"):
             assert load_ratings(path).num_users == 13
