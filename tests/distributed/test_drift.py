@@ -4,6 +4,7 @@ import gc
 import weakref
 from functools import partial
 from math import nan
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -272,6 +273,19 @@ def test_a_state_may_be_loaded_during_an_exchange():
         ends.append(flat(model))
     assert ends[0].isfinite().all()
     assert torch.equal(*ends)
+
+
+@on_workers(2, timeout=40)
+def test_a_reset_leaves_the_memory_of_an_interrupted_exchange_to_its_collectives():
+    options = DriftOptions(exchange="dense", average_over="workers", overlap=True)
+    averager = SparseModelAverager(model := build_model(), HardThreshold(threshold=THRESHOLD), options)
+    train(model, adam(model.parameters()), range(1), averager)
+    averager._engine.finish = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        averager.flush()
+    written = [bucket.drift for bucket in averager.exchange.buckets]
+    averager.reset()
+    assert not any(bucket.drift is old for bucket, old in zip(averager.exchange.buckets, written, strict=True))
 
 
 @pytest.mark.parametrize("restarts", [True, False])

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import (
     Accordion,
     Dense,
-    GaussianK,
     GradientOptions,
     HardThreshold,
     RandomK,
@@ -62,8 +61,6 @@ KINDS = {
     "top k by slices": (TopK(0.2), {"exchange": "reduce_scatter"}),
     "top k, dense": (TopK(0.2), {"exchange": "dense"}),
     "random k": (RandomK(0.2), {}),
-    "random k of each": (RandomK(0.2, same_on_all=False), {}),
-    "gaussian k": (GaussianK(0.2), {}),
     "accordion": (Accordion(0.1, 0.3, interval=1), {}),
     "rounding": (StochasticRounding(8.0), {}),
     "threshold": (HardThreshold(threshold=4.5), {}),

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_sparse import (
     Accordion,
     DDPHardThresholdStrategy,
-    GaussianK,
     LocalHardThresholdStrategy,
     RandomK,
     SparseDDPStrategy,
@@ -122,13 +121,11 @@ OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "reduce scatter": {"strategy": {"exchange": "reduce_scatter"}},
     "sparse sums": {"strategy": {"exchange": "sparse_sums"}},
     "one bucket": {"strategy": {"bucket_cap_mb": 25}},
-    "top k": {"sparsifier": TopK(0.05)},
     "top k of the model": {"sparsifier": TopK(0.05, granularity="model")},
     "random k": {"sparsifier": RandomK(0.2)},
     "random k, each its own": {"sparsifier": RandomK(0.2, same_on_all=False, seed=3)},
     "accordion": {"sparsifier": Accordion(0.05, 0.2, interval=1), "batches_per_epoch": 2},
     "accordion, after an epoch": {"sparsifier": Accordion(0.05, 0.2, interval=2), "batches_per_epoch": 3},
-    "gaussian k": {"sparsifier": GaussianK(0.1)},
     "static graph": {"strategy": {"static_graph": True}},
     "copies": {"strategy": {"gradient_as_bucket_view": False}},
 }

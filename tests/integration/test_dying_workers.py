@@ -35,7 +35,6 @@ from tests.integration.models import (
     Recorder,
     assert_equal,
     clones,
-    mean_of,
     nesterov,
     quiet_trainer,
 )
@@ -345,24 +344,6 @@ def test_a_run_restarted_by_torchrun_equals_an_uninterrupted_run(tmp_path: Path)
         assert (expected["start"], found["start"]) == (0, 6)
         assert_equal(expected["weights"], found["weights"])
         assert_equal(expected["residuals"], found["residuals"])
-
-
-@pytest.mark.full
-@pytest.mark.long
-def test_fewer_workers_resume_with_the_mean_of_the_residuals(tmp_path: Path) -> None:
-    failure = Failure("forward", step=24)  # not at the end of an epoch, when Lightning 2.5 saves last.ckpt too
-    with workers(3, tmp_path, partial(train, 40, failure=failure, callbacks=(last_checkpoint(tmp_path, 10),))) as group:
-        group.wait(range(3))
-    saved = read(tmp_path / "last.ckpt")
-    assert (saved["global_step"], saved[KEY]["world_size"]) == (20, 3)
-    with workers(2, tmp_path, train_and_record, str(tmp_path), "30", "10", "-1") as group:
-        group.wait(range(2))
-    message = "the number of workers is 2 instead of 3: each starts from the mean of the old residuals"
-    assert message in group.output(0), group.output(0)
-    expected = mean_of([worker["unsent"] for worker in saved[KEY]["workers"]])
-    for result in recorded(tmp_path, 2):
-        assert (result["start"], result["steps"]) == (20, 30)
-        torch.testing.assert_close(result["start_residuals"], expected, rtol=1e-6, atol=1e-7)
 
 
 # Ctrl-C.

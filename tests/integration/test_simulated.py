@@ -326,7 +326,6 @@ CASES: dict[str, dict[str, Any]] = {
         "loader": shuffled,
         "trainer": {"max_steps": 8, "limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 1},
     },
-    "augmented": {"module": OwnData},
     "augmented, with a schedule": {"module": Scheduled},
     "augmented by seeded processes": {"module": InAnotherProcess, "seeds": True},
     "forgets": {"module": Forgetting, "own": ["memory"], "trainer": {"max_steps": 23}},

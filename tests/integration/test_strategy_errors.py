@@ -42,8 +42,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDP, {"density": 1.5}, "Invalid density=1.5. Must be within (0, 1]"),
     (DDP, {"calibration_steps": 2.5}, "Invalid calibration_steps=2.5. Must be a whole number of at least 1"),
     *(
-        (make, {name: word}, f"Invalid {name}={word!r}. Must be one of {allowed}.")
-        for make in (DDP, of_top_k)
+        (of_top_k, {name: word}, f"Invalid {name}={word!r}. Must be one of {allowed}.")
         for name, word, allowed in (
             ("error_feedback", "sideways", "'gradient', 'learning_rate', 'none'"),
             ("value_dtype", "", "'float32', 'bfloat16', 'float16', 'float8', 'int8'"),
@@ -52,16 +51,15 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     *(
         (make, {"link_gbit_s": link}, "Must be a worker's link in Gbit/s")
-        for make in (DDP, LOCAL)
-        for link in (0, -1.0, nan, inf, "10", True, [10], 1e-320)
+        for make, link in ((LOCAL, 0), *((DDP, link) for link in (0, -1.0, nan, inf, "10", True, [10], 1e-320)))
     ),
     *(
         (DDP, {"local_clip_norm": norm}, f"Invalid local_clip_norm={norm}. Must be a finite number above 0, or None")
         for norm in (0.0, -1.0, nan, inf)
     ),
+    (of_top_k, {"ddp_comm_hook": print}, "value_dtype='bfloat16'"),
     *(
-        (make, {name: value}, instead)
-        for make in (DDP, of_top_k)
+        (DDP, {name: value}, instead)
         for name, value, instead in (
             ("ddp_comm_hook", print, "value_dtype='bfloat16'"),
             ("ddp_comm_state", {"step": 0}, "strategy.state"),

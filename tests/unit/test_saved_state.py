@@ -1,6 +1,7 @@
 """Saved state: the seal finds any change, saving has a timeout, and optimizers have a mean."""
 
 import copy
+from collections import OrderedDict
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse.engine.snapshot import DamagedStateError, require_seal, sealed
+from lightning_sparse.engine.snapshot import DamagedStateError, copied, require_seal, sealed
 from lightning_sparse.exchange.save_barrier import is_interrupted, patience_of
 from tests.integration.test_damaged_checkpoints import damaged
 
@@ -25,6 +26,13 @@ LEAVES = (
 NAMES = st.text(max_size=3) | st.integers(0, 3)
 TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3))
 STATES = st.dictionaries(st.text("abcd", min_size=1, max_size=2), TREES, min_size=1, max_size=4)
+
+
+def test_a_copy_does_not_share_tensors_in_any_container() -> None:
+    betas = (torch.tensor(0.9), [torch.tensor(0.99)])
+    copy_of_betas = copied({"state": {0: OrderedDict(betas=betas)}})["state"][0]["betas"]
+    betas[0].zero_(), betas[1][0].zero_()
+    assert copy_of_betas == (torch.tensor(0.9), [torch.tensor(0.99)])
 
 
 @given(STATES)
