@@ -3,7 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-INSTALL := -m pip install --quiet --disable-pip-version-check
+# pip would compile every module of torch, which takes a minute. Python compiles a module when it is first imported, and
+# the export lets it keep the result, also where the environment forbids that.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+export PYTHONDONTWRITEBYTECODE =
 # Tests run in one process per core. To use a debugger: make test-all ARGS="-n 0 --pdb -k name".
 PYTEST := -m pytest --numprocesses auto --dist loadgroup
 
@@ -20,8 +23,7 @@ demo: $(STAMP)
 	$(BIN)/python -m recipes.demo
 
 # Takes minutes: all unit tests, and the first parameter set of each parametrized test with workers. ARGS goes to pytest:
-# make test ARGS="-k checkpoint". The export lets Python write compiled modules, so that each worker need not compile them.
-test test-all test-oldest: export PYTHONDONTWRITEBYTECODE =
+# make test ARGS="-k checkpoint".
 test: $(STAMP)
 	$(BIN)/python $(PYTEST) -m "not full" $(ARGS)
 

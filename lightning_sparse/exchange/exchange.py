@@ -204,7 +204,7 @@ class Exchange:
         columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
         for transfer, header, size in zip(transfers, headers, local_sizes, strict=True):
             all_sizes = [] if size is None else next(columns)
-            transfer.send_overflow(header, all_sizes)
+            transfer.second_round(header, all_sizes)
             self._update_forecasts(transfer, header, all_sizes)
         for transfer in transfers:
             transfer.finish()

@@ -19,7 +19,7 @@ except ImportError:  # PyTorch for CPUs does not include triton
 
 __all__ = ["is_available", "jit", "launch", "tl", "triton", "warm_up"]
 
-NUMBERS = {
+UNSPECIALISED = {
     *("num_elements", "capacity", "programs", "num_layers", "num_slices", "num_workers", "divisor"),
     *("ends_row", "values_row", "offsets_row"),
 }
@@ -31,7 +31,7 @@ def jit(kernel: Callable[..., Any]) -> Any:
     if triton is None:
         return None
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
-    keep = {"do_not_specialize": [name for name in names if name in NUMBERS]}
+    keep = {"do_not_specialize": [name for name in names if name in UNSPECIALISED]}
     # Without known alignment, each thread loads the bits of its own coordinates. With it, threads would exchange bits
     # in every round. Parts of a payload may start at any address.
     unaligned = ("bits", "values", "offsets", "ends")

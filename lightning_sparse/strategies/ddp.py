@@ -13,7 +13,7 @@ from lightning_sparse.exchange.agreement import parameter_settings, require_agre
 from lightning_sparse.gradients.comm_hook import attach
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers.protocol import Sparsifier
-from lightning_sparse.strategies.options import ddp_arguments
+from lightning_sparse.strategies.arguments import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 

@@ -19,7 +19,7 @@ from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.exchange.agreement import require_agreement
 from lightning_sparse.exchange.save_barrier import is_interrupted
 from lightning_sparse.sparsifiers.protocol import Sparsifier
-from lightning_sparse.strategies.options import process_group_arguments
+from lightning_sparse.strategies.arguments import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 _IN_A_STEP = ("training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")

@@ -21,7 +21,7 @@ from lightning_sparse.exchange.save_barrier import SaveBarrier, patience_of
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers.arguments import require_count
 from lightning_sparse.sparsifiers.protocol import Sparsifier
-from lightning_sparse.strategies.options import model_parallel_arguments
+from lightning_sparse.strategies.arguments import model_parallel_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 

@@ -26,7 +26,7 @@ from lightning_sparse.engine.snapshot import seal_of, sealed
 from lightning_sparse.sparsifiers.arguments import require_word
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
-from lightning_sparse.strategies.options import TakesOptions
+from lightning_sparse.strategies.arguments import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog
 
 MAX_BATCHES = 200

@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy
 
 import lightning_sparse
-from lightning_sparse.strategies.options import _entries
+from lightning_sparse.strategies.arguments import _entries
 
 
 def test_a_closure_keeps_its_place_among_the_arguments_of_a_step() -> None:

@@ -118,7 +118,7 @@ class GatherTransfer(Transfer):
         """Wait for the gather and return all workers' headers: float64, shape (n, H), on the device."""
         return self._wait_for_payloads()[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
 
-    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
+    def second_round(self, header: Tensor, sizes: list[int]) -> None:
         """Send the coordinates beyond the capacity; usually there are none."""
         self._counts: list[int] = header[:, NUM_SELECTED].long().tolist()
         largest_overflow = max(self._counts) - self.capacity

@@ -52,7 +52,7 @@ class HierarchicalTransfer(Transfer):
         self._slice[: part.numel()].copy_(part)
         return self._slice.count_nonzero()  # NaN is not zero
 
-    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
+    def second_round(self, header: Tensor, sizes: list[int]) -> None:
         """Exchange the slice between nodes, sparse or dense, whichever is smaller, and gather the slices inside."""
         inside, between = self.nodes.inside, self.nodes.between
         if between.num_workers > 1:

@@ -114,7 +114,7 @@ class ReduceScatterTransfer(GatherTransfer):
             self.out.copy_(self._averages[: self.out.numel()])
         self._is_averaged = True
 
-    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
+    def second_round(self, header: Tensor, sizes: list[int]) -> None:
         """Restart as a gather of payloads if a capacity was exceeded."""
         exceeded = (header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)
         is_exceeded = bool(exceeded.any()) or (self._is_sparse and max(sizes) > self._average_capacity)
@@ -125,7 +125,7 @@ class ReduceScatterTransfer(GatherTransfer):
             self._is_averaged = False
             self.out.zero_()
             super().start()
-            super().send_overflow(header, sizes)
+            super().second_round(header, sizes)
 
     def _pack(self, slices: Tensor) -> None:
         """Copy the payload's coordinates into one payload per slice, without waiting for the device."""

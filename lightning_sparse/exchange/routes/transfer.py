@@ -27,7 +27,7 @@ class Transfer:
     2. ``start``     in the bucket's hook: issues the first collective while backward continues
     3. ``prepare``   in the last bucket's hook, before any header is read: may issue a second collective in ``work``
     4. ``complete``  during the copy of headers to the host: enqueues the usual last operations
-    5. ``send_overflow``  with the headers: issues further rounds if needed
+    5. ``second_round``  with the headers: issues collectives whose sizes or need follow from them
     6. ``finish``    the average is in ``out``
 
     Args:
@@ -84,8 +84,8 @@ class Transfer:
     def complete(self) -> None:
         """Enqueue the usual last operations on a GPU, so that the device does not wait for the host."""
 
-    def send_overflow(self, header: Tensor, sizes: list[int]) -> None:
-        """Issue further rounds of an unusual step.
+    def second_round(self, header: Tensor, sizes: list[int]) -> None:
+        """Issue collectives that need the headers: none in most steps, except on the hierarchical route.
 
         Args:
             header: all workers' headers of this bucket on the CPU, shape (n, H).

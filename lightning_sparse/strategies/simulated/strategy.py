@@ -22,7 +22,7 @@ from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.sparsifiers.arguments import require_count
 from lightning_sparse.sparsifiers.protocol import Sparsifier
-from lightning_sparse.strategies.options import require_arguments
+from lightning_sparse.strategies.arguments import require_arguments
 from lightning_sparse.strategies.simulated.data import WorkerBatches, WorkerLoaders, make_worker_loaders
 from lightning_sparse.strategies.simulated.limits import refuse, require_attributes, require_known, require_simulable
 from lightning_sparse.strategies.simulated.turns import RandomNumbers, Turns, named_parameters
