@@ -265,7 +265,8 @@ INLINE void walk(step_t *step, int64_t start, int64_t end, float threshold, floa
     for (int j = 0; j < GROUP / 4; j++) step->squares += squares[j];
 }
 
-INLINE void walk_as(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
+/* Not inlined, because a second copy would double the time to compile. */
+static __attribute__((noinline)) void walk_as(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
     const int32_t wire = step->wire; /* a constant in each branch, so that compilers vectorise */
     if (!step->dense) walk(step, start, end, threshold, excess, 0, wire);
     else if (wire == WIRE_FLOAT32) walk(step, start, end, threshold, excess, 1, WIRE_FLOAT32);

@@ -135,7 +135,7 @@ def _library() -> Any:
             rank_zero_info(f"lightning_sparse: there is no C compiler {command!r} (CC=… names another). {consequence}")
             return None
         # After the user's options, to override -ffast-math, which would lose NaN.
-        flags = ["-O3", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+        flags = ["-O2", "-ftree-vectorize", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
         if platform.machine() in ("x86_64", "AMD64"):
             flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
         # Without start files, because those for fast mathematics change the process that loads the library.
