@@ -38,14 +38,14 @@ def restore(
     """Replace all state of this process's averagers by that of a checkpoint. Collective: all ranks.
 
     Args:
-        averagers: between two steps; several only for simulated workers.
+        averagers: this process's averagers, between two steps; several only for simulated workers.
         content: the result of ``collect``, from this strategy or another; None if the checkpoint has no such content.
         path: of the checkpoint.
         module: the module of sharded optimizers.
         optimizers: sharded optimizers, whose states the content holds for each replica.
 
     Returns:
-        This rank's ``extra`` of ``collect``; empty if the checkpoint is of another number of workers or ranks.
+        The ``extra`` that ``collect`` saved for this rank; empty for another number of workers or ranks.
 
     Raises:
         RuntimeError: on every rank, the content is damaged or of a newer version. Before loading, except if reading a

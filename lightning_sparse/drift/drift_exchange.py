@@ -62,10 +62,11 @@ class DriftExchange:
         self.is_changing = not self.options.overlap  # the weights may lack sent values until the exchange ends
 
     def _forming(self) -> Iterator[DriftBucket]:
-        # Only then can compiled functions keep unsent values in the weights.
+        # Only under these conditions can compiled functions keep unsent values in the weights.
         keeps_in_weights = self.options.keep_drift and self.outer is None and not self.options.overlap
         for bucket in self.buckets:
             is_last = bucket is self.buckets[-1]
+            # The largest drift. The last bucket adds the number of buffers, and their fingerprints.
             notes = torch.zeros(1, dtype=torch.float64, device=bucket.anchor.device)
             if is_last:
                 buffers = self.untrained.floating(only_buffers=True)
@@ -108,7 +109,7 @@ class DriftExchange:
         self.is_changing = True
         exchanged, self.pending = self.pending, []
         notes = self._engine.finish()
-        largest = float(torch.cat([note[:, 0] for note in notes]).max())  # NaN if one is
+        largest = float(torch.cat([note[:, 0] for note in notes]).max())  # NaN if any is NaN
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
         self._engine.workers.average([*self.untrained.differing(self._compared, notes[-1][:, 2:]).values()])
         fewest, most = notes[-1][:, 1].aminmax()

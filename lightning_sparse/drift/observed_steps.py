@@ -50,7 +50,7 @@ class ObservedSteps(ParameterStepObserver):
             )
 
     def averager_stepped(self) -> None:
-        """Count a call of ``averager.step()``, and warn if many follow no optimizer step."""
+        """Count a call of ``averager.step()``, and warn if many calls follow no optimizer step."""
         self._calls += 1
         self._idle_calls += self._steps > 0 and not self._steps_since_call
         self._steps_since_call.clear()

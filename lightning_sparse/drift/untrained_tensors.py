@@ -77,7 +77,7 @@ class UntrainedTensors:
         }
 
     def changed(self, workers: Workers | None = None) -> dict[str, Tensor]:
-        """Return tensors of any dtype that have changed since set-up by name.
+        """Return by name the tensors of any dtype that have changed since set-up.
 
         With ``workers``, the result includes tensors that have changed on any worker, and the call is collective.
         """

@@ -25,11 +25,11 @@ from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
-Averaged = torch.futures.Future[Tensor]
+AverageFuture = torch.futures.Future[Tensor]
 """The future of a bucket's averaged gradient, for which DDP waits at the end of backward."""
 MAX_REGROUPED_STEPS = 2
-"""DDP rebuilds its buckets after the first iteration, or after the second of a static graph. The rebuilt buckets may
-differ from the saved ones, for example with another ``bucket_cap_mb``."""
+"""Steps after a resume in which buckets may change: DDP rebuilds them after the first iteration, or after the second of
+a static graph, and they may differ from the saved ones, for example with another ``bucket_cap_mb``."""
 
 
 class DDPBuckets:
@@ -45,7 +45,7 @@ class DDPBuckets:
         self._layouts: dict[tuple[tuple[int, tuple[int, ...]], ...], LayerLayout] = {}
         self._saved_layout: list[list[str]] = []
         self._steps_to_regroup = 0
-        self._arrived: list[tuple[FlatBucket, Averaged]] = []
+        self._arrived: list[tuple[FlatBucket, AverageFuture]] = []
         self._regrouped: list[FlatBucket] = []
 
     def regroup_as(self, saved_layout: Sequence[Sequence[str]]) -> None:
@@ -57,7 +57,7 @@ class DDPBuckets:
         self._saved_layout = [list(bucket) for bucket in saved_layout] if sorted(names) == sorted(self._strides) else []
         self._steps_to_regroup = MAX_REGROUPED_STEPS
 
-    def read(self, grad_bucket: GradBucket) -> tuple[FlatBucket, Averaged]:
+    def read(self, grad_bucket: GradBucket) -> tuple[FlatBucket, AverageFuture]:
         """Return a bucket of DDP, and the future that ``resolve_futures`` completes.
 
         Raises:
@@ -70,7 +70,8 @@ class DDPBuckets:
             index, is_last = self._count(layout.names, is_last)
         if index == 0:
             self.forget()  # an exception may have interrupted the previous backward
-        future: Averaged = torch.futures.Future(devices=None if gradient.device.type == "cpu" else [gradient.device])
+        devices = None if gradient.device.type == "cpu" else [gradient.device]
+        future: AverageFuture = torch.futures.Future(devices=devices)
         bucket = FlatBucket(index, layout, gradient, Residual(gradient, gradient), is_last)
         self._arrived.append((bucket, future))
         return bucket, future
@@ -172,7 +173,7 @@ class ParameterUse:
         self._old.clear()
 
     def set_aside(self, layout: LayerLayout, gradient: Tensor) -> dict[str, tuple[int, int]]:
-        """Return name and ``(start, end)`` of a bucket's unused layers since the last exchange.
+        """Return name and ``(start, end)`` of a bucket's layers that were not used since the last exchange.
 
         Sets these parts of the bucket's gradient, shape (layout.num_elements,), to zero.
         """
@@ -201,7 +202,7 @@ class ParameterUse:
         return marks
 
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
-        """Return names of parameters any worker used, and those with old gradients.
+        """Return names of parameters that any worker used, and of the others that have old gradients.
 
         The notes of a bucket are all workers' ``marks``, on the CPU: shape (n, 2 L).
         """

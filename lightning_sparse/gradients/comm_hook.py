@@ -165,7 +165,7 @@ class SparseJoinHook(JoinHook):
         """End the context on all workers, with the weights of a worker that finished last."""
         self._hook.post_hook(is_last_joiner)
         with torch.accelerator.device_index(self._device.index):
-            self._state.catch_up(knows=is_last_joiner)
+            self._state.catch_up(is_source=is_last_joiner)
 
 
 def follow_join(module: DistributedDataParallel, state: SparseState) -> None:

@@ -27,7 +27,7 @@ from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients.buckets import Averaged, DDPBuckets, ParameterUse
+from lightning_sparse.gradients.buckets import AverageFuture, DDPBuckets, ParameterUse
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
@@ -164,7 +164,7 @@ class SparseState(Averager):
         """Return reasons why residuals cannot be saved now."""
         return [] if self.is_consistent else ["an optimizer's step or a new layout of residuals was not complete"]
 
-    def receive(self, grad_bucket: GradBucket) -> Averaged:
+    def receive(self, grad_bucket: GradBucket) -> AverageFuture:
         """Exchange a bucket of DDP. Collective: all workers, for the same bucket."""
         ddp_bucket, future = self._ddp_buckets.read(grad_bucket)
         if ddp_bucket.index == 0:
@@ -250,15 +250,15 @@ class SparseState(Averager):
         """Store the numbers of the committed step for checkpoints."""
         self._committed_numbers = {**self._engine.numbers(), "layout": self._bucket_names}
 
-    def catch_up(self, *, knows: bool) -> None:
-        """Receive committed numbers from a worker that ``knows`` all steps. Collective."""
+    def catch_up(self, *, is_source: bool) -> None:
+        """Receive committed numbers from a worker that observed all steps, the source. Collective."""
         known: Any = None
-        if knows:
+        if is_source:
             running = self._engine.snapshot()
             running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._committed_numbers["next_step"])
             known = self._committed_numbers, running
         received = next(filter(None, gather_objects(known, self.workers.group)))
-        if not knows:
+        if not is_source:
             last_step = self._engine.last_step
             self._committed_numbers, running = received
             self._engine.restore(running)

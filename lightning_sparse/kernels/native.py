@@ -134,8 +134,9 @@ def _library() -> Any:
         if not compiler or shutil.which(compiler[0]) is None:
             rank_zero_info(f"lightning_sparse: there is no C compiler {command!r} (CC=… names another). {consequence}")
             return None
+        flags = ["-O2", "-ftree-vectorize"]
         # After the user's options, to override -ffast-math, which would lose NaN.
-        flags = ["-O2", "-ftree-vectorize", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+        flags += ["-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
         if platform.machine() in ("x86_64", "AMD64"):
             flags += _VECTORS.get(torch.backends.cpu.get_cpu_capability(), [])
         # Without start files, because those for fast mathematics change the process that loads the library.

@@ -147,9 +147,8 @@ def keep_residual(compensated: Tensor, selected: Selection, wire: Wire) -> Selec
 def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:
     """Scale the gradients of a whole step in place so that their common norm is at most max_norm.
 
-    Equals torch's ``clip_grad_norm_``, except for a gradient with a NaN or infinite norm. Such a gradient becomes 0
-    except for its NaN and infinite values, which become NaN, while torch turns all of it into NaN, which would be sent
-    together with the residual.
+    Equals torch's ``clip_grad_norm_``, except for a NaN or infinite norm. Then finite values become 0, and others NaN.
+    torch would turn the whole gradient into NaN, which would be sent together with the residual.
 
     Args:
         buckets: of one step, with the same loss scale.

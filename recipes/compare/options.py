@@ -149,10 +149,12 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--variant", action="append", default=[], metavar="'LABEL: ARGUMENTS'", dest="given_variants")
     parser.add_argument("--variants", type=Path, metavar="FILE", help="YAML file with lines 'label: arguments'")
     parser.add_argument("--only", nargs="+", metavar="LABEL", help="run these variants only")
-    parser.add_argument("--densities", nargs="+", type=float, default=[], help="values of {density} and targets")
+    parser.add_argument(
+        "--densities", nargs="+", type=float, default=[], help="values of {density}, and target densities for {tuned}"
+    )
     parser.add_argument("--grid", metavar="NAME=VALUE,VALUE", help="choose the best value for each variant")
     parser.add_argument("--grid-seeds", type=int, default=1, help="number of seeds for the grid search")
-    parser.add_argument("--mode", choices=["min", "max"], help="whether less or more of the metric is best (max)")
+    parser.add_argument("--mode", choices=["min", "max"], help="whether the lowest or highest metric is best (max)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--output", type=Path, default=REPOSITORY / "comparison")
     parser.epilog = "Arguments after -- apply to all runs."
