@@ -1,6 +1,8 @@
-"""Downloads a data set's file and verifies it before it appears at its path."""
+"""Downloads a data set's file, verifies it before it appears at its path, and unpacks it."""
 
 import hashlib
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +84,21 @@ def whole(path: Path) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def opened_zip(archive: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file for reading.
+
+    Raises:
+        MissingDataError: the file is damaged, perhaps so that it seems to need a password or another compression.
+    """
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            yield opened
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
+        reason = error.args[0] if error.args else type(error).__name__  # str() would quote a KeyError's message
+        raise MissingDataError(f"{archive.absolute()} is damaged: {reason}. Delete it to download it again.") from error
 
 
 def _md5(path: Path) -> str:

@@ -7,6 +7,7 @@ detects damage and edits, but does not protect against forgery.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import sqrt
 from typing import Any
 from zlib import crc32
@@ -47,8 +48,8 @@ class Snapshot:
 
 
 def copied(tree: Any) -> Any:
-    """Return nested containers with every tensor copied to the CPU, in the same memory format."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
+    """Return nested containers with each tensor copied to the CPU, once, and in the same memory format."""
+    return tree_map_only(Tensor, cache(lambda tensor: tensor.detach().to("cpu", copy=True)), tree)
 
 
 def not_plain(tree: Any) -> str | None:

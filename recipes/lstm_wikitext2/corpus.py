@@ -11,7 +11,7 @@ from torchtext.data import Field
 from torchtext.datasets import LanguageModelingDataset
 
 from recipes import MissingDataError
-from recipes.download import fetch, whole
+from recipes.download import fetch, opened_zip, whole
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 
 # The address in torchtext no longer works.
@@ -91,12 +91,9 @@ def fetch_wikitext2(root: Path) -> None:
     # Check the files and not the archive, because servers may compress the files differently.
     archive = fetch(URL, root / Path(URL).name)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with zipfile.ZipFile(archive) as files:
-            for name in missing:
-                _write_whole(folder / name, files.read(f"{FOLDER}/{name}"))
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise MissingDataError(f"{archive.absolute()} is damaged: {error}. Delete it to download it again.") from error
+    with opened_zip(archive) as files:
+        for name in missing:
+            _write_whole(folder / name, files.read(f"{FOLDER}/{name}"))
 
 
 def _write_whole(path: Path, content: bytes) -> None:

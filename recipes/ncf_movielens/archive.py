@@ -1,11 +1,9 @@
 """Downloads MovieLens from GroupLens' server."""
 
 import shutil
-import zipfile
 from pathlib import Path
 
-from recipes import MissingDataError
-from recipes.download import fetch, whole
+from recipes.download import fetch, opened_zip, whole
 
 SERVER = "https://files.grouplens.org/datasets/movielens"
 MD5 = {"ml-20m": "cd245b17a1ae2cc31bb14903e1204af3"}
@@ -35,14 +33,5 @@ def fetch_ratings(root: Path, dataset: str) -> Path:
 
 def _unpack(archive: Path, member: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with (
-            whole(target) as part,
-            part.open("wb") as file,
-            zipfile.ZipFile(archive) as opened,
-            opened.open(member) as source,
-        ):
-            shutil.copyfileobj(source, file)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        reason = error.args[0] if error.args else type(error).__name__  # str() would quote a KeyError's message
-        raise MissingDataError(f"{archive.absolute()} is broken: {reason}. Delete it to download it again.") from error
+    with opened_zip(archive) as files, files.open(member) as source, whole(target) as part, part.open("wb") as file:
+        shutil.copyfileobj(source, file)

@@ -1,6 +1,7 @@
 """Splits MovieLens' ``ratings.csv`` into training interactions and candidates, with a cache."""
 
 import pickle
+import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,13 @@ def load_ratings(path: Path) -> Ratings:
     cache = path.with_name(f"{path.name}.cache.pt")
     try:
         found = torch.load(cache, weights_only=True)
-        if found.pop("made_from") == made_from:
-            return Ratings(**found)
+        with zipfile.ZipFile(cache) as content:  # torch.load checks no checksums
+            if found.pop("made_from") == made_from and content.testzip() is None:
+                return Ratings(**found)
     # If the cache is invalid in any way, parse the original file.
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, TypeError, AttributeError, ValueError):
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
+        pass
+    except (pickle.UnpicklingError, zipfile.BadZipFile):
         pass
     ratings = parse_ratings(path)
     _write(cache, {"made_from": made_from, **asdict(ratings)})

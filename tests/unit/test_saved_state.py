@@ -28,11 +28,12 @@ TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dict
 STATES = st.dictionaries(st.text("abcd", min_size=1, max_size=2), TREES, min_size=1, max_size=4)
 
 
-def test_a_copy_does_not_share_tensors_in_any_container() -> None:
+def test_a_copy_has_its_own_tensors_in_any_container_and_shares_them_as_the_original_does() -> None:
     betas = (torch.tensor(0.9), [torch.tensor(0.99)])
-    copy_of_betas = copied({"state": {0: OrderedDict(betas=betas)}})["state"][0]["betas"]
+    copy = copied({"state": {0: OrderedDict(betas=betas), 1: betas[0]}})["state"]
     betas[0].zero_(), betas[1][0].zero_()
-    assert copy_of_betas == (torch.tensor(0.9), [torch.tensor(0.99)])
+    assert copy[0]["betas"] == (torch.tensor(0.9), [torch.tensor(0.99)])
+    assert copy[1] is copy[0]["betas"][0]
 
 
 @given(STATES)
