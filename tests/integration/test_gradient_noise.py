@@ -72,3 +72,11 @@ def test_the_lag_is_the_mean_residual_in_the_direction_of_the_gradient() -> None
     quiet_trainer(strategy, num_workers=1, **options).fit(Slope(), data())
     # A coordinate has no direction until it is sent first, in steps 4 and 2. Its residual then restarts at -1/2.
     assert lags[1::2] == pytest.approx([0, -0.5 / 3, 0, 0, -0.75 / 3, 0, 0.75 / 3])
+
+
+def test_each_gradient_counts_once_with_two_optimizers():
+    module, lag = torch.nn.Linear(2, 1), Lag(window=4)
+    module(torch.ones(2)).sum().backward()
+    for parameter in module.parameters():
+        lag.on_before_optimizer_step(None, module, torch.optim.SGD([parameter]))
+    assert lag._means["weight"].tolist() == [[0.25, 0.25]]
