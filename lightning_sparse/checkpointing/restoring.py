@@ -48,8 +48,7 @@ def restore(
         The ``extra`` that ``collect`` saved for this rank; empty for another number of workers or ranks.
 
     Raises:
-        RuntimeError: on every rank, the content is damaged or of a newer version. Before loading, except if reading a
-            folder fails.
+        RuntimeError: on every rank, the content is damaged or of a newer version, or a folder cannot be read.
     """
     first = averagers[0]
     with raised_together():

@@ -153,12 +153,14 @@ class SparseModelAverager(Averager):
 
         Raises:
             RuntimeError: the module has the mean of all workers' weights, so the step would be lost; or the averager
-                was closed, or a newer averager has the same weights.
+                was closed, or the last exchange was interrupted, or a newer averager has the same weights.
         """
         self._prepare()
         self.exchange.ownership.require()
         if self.shared.is_loaded:
             raise RuntimeError(LOST_STEP)
+        if self.exchange.is_changing and not self.exchange.pending:
+            raise RuntimeError("An exception interrupted an exchange of drifts. Call load_state_dict() or reset().")
         self.observed_steps.averager_stepped()
         self.num_steps += 1
         self.exchange.finish()

@@ -55,13 +55,14 @@ class DriftExchange:
 
     def start(self) -> None:
         """Select values of drifts and start their exchange. Collective."""
-        self.is_changing = True
+        self.is_changing, started = True, list[DriftBucket]()
         self.anchor_new()
         self._engine.begin()
-        self._engine.add_all(self._forming())
+        self._engine.add_all(self._forming(started))
+        self.pending = started
         self.is_changing = not self.options.overlap  # the weights may lack sent values until the exchange ends
 
-    def _forming(self) -> Iterator[DriftBucket]:
+    def _forming(self, started: list[DriftBucket]) -> Iterator[DriftBucket]:
         # Only under these conditions can compiled functions keep unsent values in the weights.
         keeps_in_weights = self.options.keep_drift and self.outer is None and not self.options.overlap
         for bucket in self.buckets:
@@ -87,7 +88,7 @@ class DriftExchange:
             )
             if drift.weights is None:
                 drift.form()
-            self.pending.append(drift)
+            started.append(drift)
             yield drift
 
     def finish(self) -> None:

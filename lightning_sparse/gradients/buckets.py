@@ -70,8 +70,8 @@ class DDPBuckets:
             index, is_last = self._count(layout.names, is_last)
         if index == 0:
             self.forget()  # an exception may have interrupted the previous backward
-        devices = None if gradient.device.type == "cpu" else [gradient.device]
-        future: AverageFuture = torch.futures.Future(devices=devices)
+        is_on_cpu = gradient.device.type == "cpu"
+        future: AverageFuture = torch.futures.Future(devices=None if is_on_cpu else [gradient.device])
         bucket = FlatBucket(index, layout, gradient, Residual(gradient, gradient), is_last)
         self._arrived.append((bucket, future))
         return bucket, future

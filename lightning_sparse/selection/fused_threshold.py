@@ -1,9 +1,8 @@
 """The hard-threshold step of one bucket in three GPU kernels, without a wait for the device.
 
 The kernels give the bits of ``compensate``, ``HardThreshold.select``, ``keep_residual`` and ``PayloadFormat.fill``.
-Nearly all memory traffic is in one pass. It moves 12 bytes per element of a float32 gradient and 10 of a bfloat16
-gradient. If the gradient is cleared for the average, it moves 4 or 2 more. A sparse selection adds some 100 bytes per
-coordinate.
+Nearly all memory traffic is in one pass: 12 bytes per element of a float32 gradient, and 10 of a bfloat16 gradient. If
+the gradient is cleared for the average, 4 or 2 more move. A sparse selection adds some 100 bytes per coordinate.
 
 1. ``walk_block`` computes p in the memory of e' and marks selected coordinates with one bit per element.
 2. ``summarise`` sums the numbers of all blocks into the header, and computes each block's start in the payload.

@@ -209,7 +209,7 @@ class _InvalidRowError(ValueError):
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     try:
-        with whole(path) as part:
-            torch.save(content, part)
+        with whole(path) as part, part.open("wb") as file:  # with a path, torch.save raises RuntimeError
+            torch.save(content, file)
     except OSError as error:
         rank_zero_warn(f"The cache could not be written: {error}. Every worker will parse the ratings in every run.")

@@ -283,6 +283,8 @@ def test_a_reset_leaves_the_memory_of_an_interrupted_exchange_to_its_collectives
     averager._engine.finish = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         averager.flush()
+    with pytest.raises(RuntimeError, match="An exception interrupted an exchange of drifts"):
+        averager.step()
     written = [bucket.drift for bucket in averager.exchange.buckets]
     averager.reset()
     assert not any(bucket.drift is old for bucket, old in zip(averager.exchange.buckets, written, strict=True))
