@@ -92,7 +92,7 @@ class Advice:
         if self._kind != "drifts" and normalising:
             self._report(
                 "optimizer",
-                f"{shortened(normalising[-1], 20)} normalises gradients, so sparse gradients train worse. Use "
+                f"{shortened(normalising[-1], 20)} normalises gradients, so sparse ones train worse. Use "
                 f"'local_{'hsdp_' if self._is_sharded else ''}hardthreshold'.",
                 "big-models" if self._is_sharded else "local-training",
             )

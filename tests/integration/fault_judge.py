@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from lightning_sparse.checkpointing.content import KEY
 from tests.integration.fault_points import Fault
 from tests.integration.fault_training import SIZES, Layers, LocalState, State, simulate, zeros
 from tests.integration.fault_workers import (
     HANG,
-    KEY,
     NO_FAULT,
     RESUMED_STEPS,
     STEPS,
