@@ -209,8 +209,7 @@ def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
-        what_is_lost = f"{what}{_lost_norm(source, lost)}"
-        said.append(f"The model lacks these parameters or changed their size, so their {what_is_lost} are lost:")
+        said.append(f"The model lacks or resized these parameters, so their {what}{_lost_norm(source, lost)} are lost:")
         said.append(shorten(", ".join(lost), LONGEST_LIST) + ".")
     if new:
         said.append(f"The checkpoint lacks these parameters, so their {what} start from zero:")

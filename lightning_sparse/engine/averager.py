@@ -53,7 +53,7 @@ class Averager:
     _advice_for_others = "begin without it"
     _parameters: Mapping[str, Tensor]
     _committed_numbers: Mapping[str, Any] | None = None
-    """The numbers before an exchange on which no optimizer has stepped yet; None if the current are committed."""
+    """The numbers before an exchange on which no optimizer has stepped yet; None if the current ones are committed."""
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine

@@ -34,7 +34,7 @@ class Calibrator:
             self._sparsifier = sparsifier
         self._name = type(sparsifier).__name__
         self._logs = logs
-        self._keeps_rest = keeps_residual
+        self._keeps_residual = keeps_residual
         self.begin()
 
     def begin(self) -> None:
@@ -145,7 +145,7 @@ class Calibrator:
             control = self._controls[name] = DensityControl(density)
         # Not the pace of a layer's target: λ of a layer that sends a coordinate in every second step would jump.
         pace, overshoot = pace_of(self._sparsifier.density), self._sparsifier.overshoot
-        return control.corrected(threshold, stats, pace, keeps_residual=self._keeps_rest, overshoot=overshoot)
+        return control.corrected(threshold, stats, pace, keeps_residual=self._keeps_residual, overshoot=overshoot)
 
     def state_dict(self) -> dict[str, Any]:
         """Return λ, the running calibration and the controllers; None for a missing λ or calibration."""

@@ -47,7 +47,7 @@ class Extraction:
         self._sparsifier = sparsifier
         self._num_slices = num_slices
         self._per_layer = per_layer
-        self._keeps_rest = keeps_residual
+        self._keeps_residual = keeps_residual
         self._selects_by_mask = type(sparsifier).select is MarkingSparsifier.select
         # A subclass of HardThreshold may select differently: the fast path needs these methods unchanged.
         self._selects_by_threshold = all(
@@ -74,7 +74,7 @@ class Extraction:
             transfer.put_back = partial(put_back, bucket.residual.after)
             bucket = replace(bucket, left_out=[*bucket.left_out, transfer.own_slice])
         can_fuse = self._selects_by_threshold and not wire.is_integer
-        uses_triton = can_fuse and self._keeps_rest and is_available(bucket.gradient.device)
+        uses_triton = can_fuse and self._keeps_residual and is_available(bucket.gradient.device)
         uses_c = can_fuse and not uses_triton and is_native(bucket.residual.after, wire_dtype=wire.dtype)
         if bucket.weights is not None and not uses_c:
             bucket.form()
@@ -165,7 +165,7 @@ class Extraction:
             bucket.notes[0] = step.largest
             if not self._sparsifier.needs_averages:
                 transfer.take_payloads = bucket.move
-        if not self._keeps_rest:
+        if not self._keeps_residual:
             if transfer.payload is not None and step.selected > step.capacity:
                 overflow = transfer.overflow()  # takes it out of the residual
                 transfer.overflow = lambda: overflow
@@ -249,9 +249,8 @@ class Extraction:
                 part = residual[position:end]
                 indices = (part.abs() < threshold).logical_not_().nonzero().squeeze(1)
                 selections.append(Selection(indices + position, exceed(part[indices], excess)))
-        overflow = keep_residual(
-            residual, Selection(*map(torch.cat, zip(*selections, strict=True))), payload_format.wire
-        )
+        selection = Selection(*map(torch.cat, zip(*selections, strict=True)))
+        overflow = keep_residual(residual, selection, payload_format.wire)
         if bucket.weights is not None:
             bucket.weights.put(overflow.indices, (anchor - residual)[overflow.indices])
         return overflow
@@ -266,7 +265,7 @@ class Extraction:
     ) -> LocalNumbers:
         """Return the numbers of a bucket with computed e'; ``count_before`` counts coordinates before positions."""
         after = bucket.residual.after
-        if not self._keeps_rest:
+        if not self._keeps_residual:
             after.zero_()
         numbers = LocalNumbers(selected, non_finite, squared_norm(after))
         boundaries, num_layers, num_slices = self._counted(bucket, transfer)

@@ -43,7 +43,7 @@ class Advice:
     """
 
     def __init__(self, averager: Averager, *, is_sharded: bool) -> None:
-        self._kind, self._keeps_rest, self._is_sharded = averager.kind, averager.keeps_residual, is_sharded
+        self._kind, self._keeps_residual, self._is_sharded = averager.kind, averager.keeps_residual, is_sharded
         self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         self._sparsifier = averager.sparsifier
         self._is_watching = False
@@ -146,7 +146,7 @@ class Advice:
     def _report_nothing_sent(self, stats: StepStats) -> None:
         grown = stats.squared_error - self._silent_since
         has_grown = grown > 1e-6 * stats.squared_error
-        if not isinstance(self._sparsifier, HardThreshold) or (self._keeps_rest and not has_grown):
+        if not isinstance(self._sparsifier, HardThreshold) or (self._keeps_residual and not has_grown):
             if self._kind == "drifts":
                 return  # weights do not change with a learning rate of 0
             cause = "gradients are zero. Check that the loss depends on the weights."

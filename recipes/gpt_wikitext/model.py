@@ -123,8 +123,9 @@ class GPTLanguageModel(LightningModule):
         """Raise a ValueError if the data have a larger vocabulary than the model."""
         needed, have = getattr(self.trainer.datamodule, "vocabulary_size", 0), self.hparams["vocabulary_size"]
         if needed > have:
-            known = f"the model has {have:,}. Add --model.vocabulary_size={needed}"
-            raise ValueError(f"The data have {needed:,} tokens, but {known}.")
+            raise ValueError(
+                f"The data have {needed:,} tokens, but the model has {have:,}. Add --model.vocabulary_size={needed}."
+            )
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

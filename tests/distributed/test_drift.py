@@ -4,7 +4,7 @@ import gc
 import weakref
 from functools import partial
 from math import nan
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -275,14 +275,14 @@ def test_a_state_may_be_loaded_during_an_exchange():
     assert torch.equal(*ends)
 
 
+@pytest.mark.parametrize("interrupted", ["finish", "add"])
 @on_workers(2, timeout=40)
-def test_a_reset_leaves_the_memory_of_an_interrupted_exchange_to_its_collectives():
+def test_a_reset_leaves_the_memory_of_an_interrupted_exchange_to_its_collectives(interrupted):
     options = DriftOptions(exchange="dense", average_over="workers", overlap=True)
     averager = SparseModelAverager(model := build_model(), HardThreshold(threshold=THRESHOLD), options)
     train(model, adam(model.parameters()), range(1), averager)
-    averager._engine.finish = Mock(side_effect=KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        averager.flush()
+    with patch.object(averager._engine, interrupted, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        averager.step()
     with pytest.raises(RuntimeError, match="An exception interrupted an exchange of drifts"):
         averager.step()
     written = [bucket.drift for bucket in averager.exchange.buckets]

@@ -30,8 +30,8 @@ from tests.workers import run_workers
 
 STOP, END = 5, 7
 OTHER_NUMBER = {
-    "gradients": "each starts from the mean of the old res",
-    "drifts": "all begin with the mean of the old w",
+    "gradients": "each starts from the mean of the old residuals",
+    "drifts": "all begin with the mean of the old weights",
 }
 Resumed = tuple[list[float], list[str], list[str], dict[str, torch.Tensor]]
 

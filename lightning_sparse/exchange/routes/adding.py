@@ -28,7 +28,9 @@ def average(
 ) -> None:
     """Add payloads to zeros in rank order and divide, with the same bits on every path.
 
-    Waits for a GPU only if it has no Triton kernels. Args:
+    Waits for a GPU only if it has no Triton kernels.
+
+    Args:
         payload_format: of each payload.
         rows: the payloads.
         out: shape (num_elements,), all zeros: receives the average.

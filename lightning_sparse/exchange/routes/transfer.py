@@ -27,7 +27,7 @@ class Transfer:
     2. ``start``     in the bucket's hook: issues the first collective while backward continues
     3. ``prepare``   in the last bucket's hook, before any header is read: may issue a second collective in ``work``
     4. ``complete``  during the copy of headers to the host: enqueues the usual last operations
-    5. ``second_round``  with the headers: issues collectives whose sizes or need follow from them
+    5. ``second_round``  with the headers: issues the collectives that need them
     6. ``finish``    the average is in ``out``
 
     Args:

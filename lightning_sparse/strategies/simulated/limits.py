@@ -14,7 +14,7 @@ from lightning_sparse.gradients.comm_hook import refuse_sparse_gradients
 
 def refuse(feature: str) -> NoReturn:
     """Raise ValueError for a feature that is not simulated."""
-    raise ValueError(f"Simulated workers do not support {feature}. Or start real workers with SparseDDPStrategy.")
+    raise ValueError(f"Simulated workers do not support {feature}. For real workers, use SparseDDPStrategy.")
 
 
 def require_simulable(module: LightningModule, trainer: Any, scaler: object) -> None:
