@@ -95,8 +95,8 @@ class HardThreshold(MarkingSparsifier):
         for name, is_given in for_density.items():
             if is_given and threshold is not None:
                 raise ValueError(
-                    f"Got {name} and {threshold=}. {name} needs a density. Give density=… instead of threshold=…, or "
-                    "set thresholds of single layers with layer_thresholds."
+                    f"Got {name} and {threshold=}. {name} needs a density. Leave it out (null in YAML), or give "
+                    "density=… instead of threshold=…."
                 )
         if threshold is not None:
             _check_threshold("threshold", threshold)
