@@ -1,12 +1,15 @@
 """Imports most modules that workers need, in the fork server of tests.workers."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.metadata
 import os
 
 gc.disable()
+# Each Trainer reads the entry points of all installed packages.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 for _name in (
     "fsspec.implementations.chained",
     "hypothesis",

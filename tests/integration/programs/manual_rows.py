@@ -131,8 +131,8 @@ class EpochEndStepper(ManualStudent):
 def stepped_on_remainder(runs: list[Run]) -> None:
     for run in runs:
         assert run.texts == ["left over: True"] * 2
-        assert run.global_step == 2 * 2  # Lightning does not count the steps at the end
-        assert len(run.stepped_on) == 2 * 3
+        assert run.global_step == 2  # Lightning does not count the steps at the end
+        assert len(run.stepped_on) == 2 * 2
 
 
 class WithTorchsOwnOptimizer(ManualStudent):
@@ -291,7 +291,7 @@ ROWS = {
     "zeros dropped in place": Row(
         trains(partial(Constant, drops_zeros_in_place), **_plain),
         partial(moved, 2 * BATCHES, ("a", "b")),
-        2.5,
+        1.25,
         rolls_back=True,
     ),
     "memory format changed after wrapping": Row(

@@ -14,7 +14,7 @@ from tests.integration.programs.trainer import BATCHES as TRAINER_BATCHES
 from tests.integration.programs.trainer import Student, fit_without_validation, trains, witness_of
 from tests.integration.programs.world import Row, Run, World
 
-OVERFLOWS = (3, 6)
+OVERFLOWS = (1, 3)
 SCALE = 2.0**10
 
 
@@ -92,7 +92,7 @@ def scaled_precision() -> dict[str, Any]:
 
 def scale_fell(runs: list[Run]) -> None:
     for run in runs:
-        assert run.seen["scales"][-1] == SCALE / 16
+        assert run.seen["scales"][-1] == SCALE / 8  # the last batch overflows later
         assert len(run.stepped_on) == 2 * (TRAINER_BATCHES - 2)
         if run.kind in ("zero", "sparse"):
             assert run.non_finite == [index in OVERFLOWS for index in range(TRAINER_BATCHES)] * 2

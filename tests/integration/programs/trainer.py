@@ -14,8 +14,9 @@ from tests.integration.models import Classifier, ManualClassifier, data, nestero
 from tests.integration.programs.oracle import OracleStrategy
 from tests.integration.programs.world import Run, World
 
-BATCHES = 8
-"""Number of batches of a worker in an epoch of ``data()``."""
+BATCHES = 4
+"""Number of batches of a worker in an epoch of ``train_data()``."""
+train_data = partial(data, 2 * 4 * BATCHES)
 
 
 class Witness(Callback):
@@ -129,9 +130,9 @@ def fitting(*make_loaders: Callable[[], Any], may_fail: bool = False) -> Drive:
     return drive
 
 
-fit = fitting(data, partial(data, 16))
-fit_without_validation = fitting(data)
-fail_to_fit = fitting(data, may_fail=True)
+fit = fitting(train_data, partial(data, 16))
+fit_without_validation = fitting(train_data)
+fail_to_fit = fitting(train_data, may_fail=True)
 
 
 def trains(

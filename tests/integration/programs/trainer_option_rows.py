@@ -22,6 +22,7 @@ from tests.integration.programs.trainer import (
     fit,
     fit_without_validation,
     fitting,
+    train_data,
     trains,
 )
 from tests.integration.programs.world import Row, Run
@@ -70,7 +71,7 @@ def evaluate_before_and_after_fit(make_trainer: MakeTrainer, model: LightningMod
         predicted = trainer.predict(model, data(28))
         witness.seen[f"evaluation {when}"] += [validated["val_loss"], tested["test_loss"], *predicted]
         if when == "before":
-            trainer.fit(model, data(), data(16))
+            trainer.fit(model, train_data(), data(16))
     return trainer
 
 
@@ -184,7 +185,7 @@ ROWS = {
                 "callbacks": [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)],
             },
         ),
-        partial(saw, {"steps before the epoch": [0, 8, 16, 24]}, 4 * BATCHES),
+        partial(saw, {"steps before the epoch": [epoch * BATCHES for epoch in range(4)]}, 4 * BATCHES),
     ),
     "overfit_batches": Row(
         trains(Student, lambda: {"overfit_batches": 2}, fitting(shuffled, data)), saw_the_same_two_batches
@@ -221,20 +222,18 @@ ROWS = {
                 {"monitor": "val_loss"},
                 partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0),
             ),
-            lambda: {"max_epochs": 5},
+            lambda: {"max_epochs": 4},
         ),
         partial(
-            saw,
-            {"learning rates": [rate for rate in (0.1, 0.1, 0.1, 0.05, 0.025) for _ in range(BATCHES)]},
-            5 * BATCHES,
+            saw, {"learning rates": [rate for rate in (0.1, 0.1, 0.05, 0.025) for _ in range(BATCHES)]}, 4 * BATCHES
         ),
     ),
     "accumulation": Row(
-        trains(options=lambda: {"accumulate_grad_batches": 3}), partial(saw, {"steps before the epoch": [0, 3]}, 6)
+        trains(options=lambda: {"accumulate_grad_batches": 3}), partial(saw, {"steps before the epoch": [0, 2]}, 4)
     ),
     "scheduled accumulation": Row(
         trains(options=lambda: {"max_epochs": 3, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]}),
-        partial(saw, {"steps before the epoch": [0, 8, 12]}, 14),
+        partial(saw, {"steps before the epoch": [0, 4, 6]}, 7),
     ),
     "should_stop": Row(trains(SelfStopper, lambda: {"max_epochs": 5}), partial(saw, {}, 11)),
     "fast_dev_run": Row(trains(options=lambda: {"fast_dev_run": 3}), partial(saw, {}, 3)),
