@@ -81,11 +81,9 @@ class UnfreezingWithAdam(Unfreezing, WithAdam):
 SPARSE_LOCO = {"threshold": 0.02, "keep_drift": False, "every_n_steps": 2, "outer_optimizer": NESTEROV}
 SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gradients": (GRADIENTS, Sharded, {"threshold": 0.03}),
-    "gradients, density": (GRADIENTS, Sharded, {"density": 0.2}),
     "gradients, share of each layer": (GRADIENTS, Sharded, {"density": 0.2, "granularity": "layer"}),
     "drifts": (DRIFTS, WithAdam, {"threshold": 0.02}),
-    "density": (DRIFTS, WithAdam, {"density": 0.2, "every_n_steps": 2}),
-    "share of each layer": (DRIFTS, WithAdam, {"density": 0.2, "granularity": "layer"}),
+    "share of each layer": (DRIFTS, WithAdam, {"density": 0.2, "granularity": "layer", "every_n_steps": 2}),
     "buffers": (DRIFTS, WithBuffers, {"threshold": 0.02, "every_n_steps": 3}),
     "SparseLoCo": (DRIFTS, WithAdam, SPARSE_LOCO),
     "late": (DRIFTS, WithAdam, {"threshold": 0.02, "overlap": True}),
@@ -93,7 +91,7 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "unfrozen": (DRIFTS, StatelessUnfreezing, {"threshold": 0.02, "outer_optimizer": OUTER_ADAM}),
 }
 OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tensor_parallel_size": 2})}
-IN_ONE_FILE = ("gradients", "gradients, density", "drifts", "share of each layer", "buffers", "SparseLoCo", "late")
+IN_ONE_FILE = ("gradients", "drifts", "share of each layer", "buffers", "SparseLoCo", "late")
 """These cover all kinds of saved state. Lightning's own strategy cannot resume a stateless one from a file either."""
 
 
@@ -155,13 +153,11 @@ def _stop_and_resume(folder: str, is_folder: bool, names: list[str]) -> dict[str
     results: dict[str, list[dict[str, Any]]] = {}
     for name in names if is_folder else [name for name in names if name in (*IN_ONE_FILE, *OF_EIGHT)]:
         path = f"{folder}/{name}.ckpt"
-        # All turns save, because a save applies a late exchange.
-        turns = [(2, "a", None), (1, name, None), (2, "b", path)]
+        other = f"{folder}/other.ckpt" if name == "late" else None  # a save applies a late exchange
+        turns = [(2, other, None), (1, path, None), (2, other, path)]
         if name in (*WRITTEN, "late"):  # saves during and after training collect the same state
-            turns.append((2, "c", path + ".end"))
-        results[name] = [
-            train(name, 2, epochs, f"{folder}/{save}.ckpt", resume, is_folder) for epochs, save, resume in turns
-        ]
+            turns.append((2, other, path + ".end"))
+        results[name] = [train(name, 2, epochs, save, resume, is_folder) for epochs, save, resume in turns]
     return results
 
 
