@@ -42,7 +42,7 @@ FRESH_STARTS = {
 """What a resume does, by its own kind, if the checkpoint has no state of this kind."""
 INCOMPLETE = {
     "gradients": ("residuals", "A resume starts with residuals of zero; unsent values are lost."),
-    "drifts": ("drifts", "A resume starts with the file's weights as the anchor; the workers' own weights are lost."),
+    "drifts": ("drifts", f"The workers' own weights are lost. In a resume: {FRESH_STARTS['drifts']}"),
 }
 """The tensors of workers, and the consequence if a checkpoint has none."""
 

@@ -50,7 +50,9 @@ def main() -> None:
     """Run the missing trainings, print the table, and write the CSV and the pictures."""
     options, variants, grid, common = parse_options(__doc__ or "", sys.argv[1:])
     runs = Runs(options.config, options.output, options.metric, common, grid)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also stops the training
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)  # also stops the training
     try:
         with runs.locked():
             _compare(runs, variants, options)

@@ -76,14 +76,14 @@ class Runs:
     def folder(self, variant: Variant, choice: Choice, seed: int) -> Path:
         """Return the folder of a run, which may not exist yet."""
         folder = self.output / self.config.parent.name / make_folder_name(variant.label)
-        parts = [choice.grid_value or "", "" if choice.tuned is None else f"tuned_{choice.tuned}", str(seed)]
-        return folder.joinpath(*filter(None, parts))
+        tuned = None if choice.tuned is None else f"tuned_{choice.tuned}"
+        return folder.joinpath(*(make_folder_name(part) for part in (choice.grid_value, tuned, str(seed)) if part))
 
     def command(self, variant: Variant, choice: Choice, seed: int, folder: Path) -> list[str]:
-        """Return the command that makes a run in ``folder``."""
-        fit = [sys.executable, "-m", "recipes", "fit"]
-        config, *rest = self._arguments(variant, choice, seed)
-        return [*fit, config, f"--trainer.logger.save_dir={folder}", "--trainer.log_every_n_steps=1", *rest]
+        """Return the command that makes a run in ``folder``, which holds a copy of the recipe."""
+        fit = [sys.executable, "-m", "recipes", "fit", f"--config={folder / RECIPE}"]
+        _, *rest = self._arguments(variant, choice, seed)
+        return [*fit, f"--trainer.logger.save_dir={folder}", "--trainer.log_every_n_steps=1", *rest]
 
     def command_to_repeat(self, variant: Variant, choice: Choice, seed: int) -> str:
         """Return a shell command that repeats a run outside the comparison's folder."""
@@ -114,12 +114,14 @@ class Runs:
                 shutil.rmtree(left, ignore_errors=True)
             # A unique name, because a training whose comparison was killed may still write to an old folder.
             unfinished = folder.with_name(f"{folder.name}{UNFINISHED}{uuid4().hex[:8]}")
+            unfinished.mkdir(parents=True)
+            shutil.copyfile(self.config, unfinished / RECIPE)  # the training reads the copy, which nobody changes
             command = self.command(variant, choice, seed, unfinished)
             exit_code, output_text = _run(command)
             if exit_code:
-                sys.exit(f"{shlex.join(command)} failed:\n{output_text}")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                sys.exit(f"{self.command_to_repeat(variant, choice, seed)} failed:\n{output_text}")
             (unfinished / ARGUMENTS).write_text(shlex.join(self._arguments(variant, choice, seed)), encoding="utf-8")
-            shutil.copyfile(self.config, unfinished / RECIPE)
             unfinished.rename(folder)
         saved = folder / ARGUMENTS
         if saved.exists() and saved.read_text(encoding="utf-8") != shlex.join(self._arguments(variant, choice, seed)):

@@ -226,8 +226,9 @@ def without_training(monkeypatch, tmp_path):
 
     def fit(command):
         (folder,) = [word.partition("=")[2] for word in command if word.startswith("--trainer.logger.save_dir=")]
-        Path(folder).mkdir(parents=True)
-        made.append(command)
+        [recipe] = [word.partition("=")[2] for word in command if word.startswith("--config=")]
+        assert Path(recipe).parent == Path(folder)  # a copy, which later changes of the recipe do not reach
+        made.append([*command, Path(recipe).read_text()])
         return 0, ""
 
     monkeypatch.setattr("recipes.compare.runs.read_outcome", lambda folder, metric: folder)
@@ -238,8 +239,9 @@ def without_training(monkeypatch, tmp_path):
 
 
 def test_a_kept_run_of_another_recipe_is_not_reused(without_training):
-    (runs, _), variant = without_training, Variant("a", "a", ("--x=1",))
+    (runs, made), variant = without_training, Variant("a", "a", ("--x=1",))
     folder = runs.run(variant, CHOICE, 1)
+    assert made[0][-1] == (folder / "recipe.yaml").read_text()
     runs.config.write_text("model: {rate: 0.1} # said otherwise")
     assert runs.run(variant, CHOICE, 1) == folder
     runs.config.write_text("model: {rate: 0.2}")
@@ -258,6 +260,7 @@ def test_a_kept_run_with_other_arguments_is_not_reused(without_training, tmp_pat
     away = runs.run(Variant("..", "..", ("--x=3",)), CHOICE, 1)
     assert away.is_relative_to(tmp_path / "recipe")
     assert away != folder
+    assert runs.folder(first, Choice("/x,/y", None), 1).is_relative_to(tmp_path / "recipe")
 
 
 def test_files_of_a_killed_comparison_do_not_disturb(without_training, tmp_path):
@@ -273,7 +276,7 @@ def test_files_of_a_killed_comparison_do_not_disturb(without_training, tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopping_a_comparison_stops_its_training(number, tmp_path):
     (tmp_path / "x.yaml").touch()
     (tmp_path / "recipes.py").write_text(
