@@ -183,7 +183,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         return collect(averager, workers, kept, why_not=why_not, folder=folder, optimizers=optimizers)
 
     def _own_optimizers(self, averager: Averager, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return states of optimizers that differ between replicas, by index."""
+        """Return states of optimizers that differ between replicas, by index; may take them out of the checkpoint."""
         return {}
 
     def _why_broken(self, averager: Averager) -> str | None:
