@@ -128,7 +128,7 @@ def _consolidated(folder: str, reader: str, writer: str) -> Resumed:
     [
         ("ddp", "hsdp folder", "residuals of zero"),
         ("hsdp file", "hsdp folder", "residuals of zero"),
-        ("local", "local_hsdp folder, kept apart", "the file's weights as the anchor"),
+        ("local", "local_hsdp folder, kept apart", "The workers' own weights are lost"),
     ],
 )
 def test_a_consolidated_checkpoint_causes_a_warning_of_lost_state(
