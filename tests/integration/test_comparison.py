@@ -288,8 +288,7 @@ def test_stopping_a_comparison_stops_its_training(number, tmp_path):
         "time.sleep(100)\n"
     )
     script = (
-        "import signal, sys\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # ignored under nohup
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # ignored under nohup
         "import recipes.compare.runs as runs\n"
         f"runs.Runs.command = lambda *_: [sys.executable, {str(tmp_path / 'recipes.py')!r}]\n"
         "from recipes.compare.__main__ import main\n"
