@@ -228,8 +228,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        if Path(path).is_dir():
-            raise IsADirectoryError(f"Cannot save {str(path)!r}: it is a folder. Remove it, or save elsewhere.")
+        require_replaceable(Path(path), may_be_folder=False)
         part = part_of(Path(path))
         super().save_checkpoint(checkpoint, part, storage_options)
         os.replace(part, path)
@@ -240,21 +239,32 @@ def part_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
+def require_replaceable(path: Path, *, may_be_folder: bool = True) -> None:
+    """Raise IsADirectoryError if the path is a folder, other than an empty one or a checkpoint."""
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    is_checkpoint = any(name == "meta.pt" or name.endswith(".distcp") for name in names)
+    if (names and not is_checkpoint) or (path.is_dir() and not may_be_folder):
+        raise IsADirectoryError(f"Cannot save {str(path)!r}: a folder has this name. Remove it, or save elsewhere.")
+
+
+def set_aside(path: Path) -> None:
+    """Rename a folder to ``.NAME.old``."""
+    old = path.with_name(f".{path.name}.old")
+    if path.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+
+
 def put_in_place(path: Path) -> None:
-    """Give a complete folder its name and remove the old checkpoint; do nothing if there is no such folder.
+    """Give a complete folder its name, if there is one, and remove the old checkpoint.
 
     A kill leaves the old or the new checkpoint, or both between the renames: ``.NAME.old`` and ``.NAME.whole``.
     """
-    complete, old = (path.with_name(f".{path.name}.{ending}") for ending in ("whole", "old"))
+    complete = path.with_name(f".{path.name}.whole")
     shutil.rmtree(complete, ignore_errors=True)
-    try:
+    if part_of(path).is_dir():  # otherwise, another node has the same disk and was first
         part_of(path).rename(complete)
-    except FileNotFoundError:  # another node has the same disk, and was first
-        return
-    shutil.rmtree(old, ignore_errors=True)
-    if path.is_dir():
-        path.rename(old)
-    else:
+        set_aside(path)
         path.unlink(missing_ok=True)
-    complete.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+        complete.rename(path)
+    shutil.rmtree(path.with_name(f".{path.name}.old"), ignore_errors=True)

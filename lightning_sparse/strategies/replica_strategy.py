@@ -1,6 +1,8 @@
 """The base class of strategies with sharded replicas."""
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +14,7 @@ from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, warn_of_incomplete
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import collect, part_of, put_in_place
+from lightning_sparse.checkpointing.saving import collect, part_of, put_in_place, require_replaceable, set_aside
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange.agreement import gather_objects, require_agreement
@@ -157,19 +159,24 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         path = place = Path(self.broadcast(filepath))
+        require_replaceable(path)
+        self.barrier()
         if self._save_distributed_checkpoint:
             # Without a temporary folder, a kill would leave a mixture of this save and an earlier one.
             place = part_of(path)
-            if self.local_rank == 0:
-                shutil.rmtree(place, ignore_errors=True)
-            self.barrier()
+            self._on_each_node(partial(shutil.rmtree, ignore_errors=True), place)
+        else:  # Lightning would let all ranks remove a folder at once
+            self._on_each_node(set_aside, path)
         super().save_checkpoint(checkpoint, place, storage_options)
-        if self._save_distributed_checkpoint:
+        self.barrier()
+        self._on_each_node(put_in_place, path)
+
+    def _on_each_node(self, function: Callable[[Path], None], path: Path) -> None:
+        """Call a function on one node after the other, because some may share a disk."""
+        for node in range(self.num_nodes):
+            if self.local_rank == 0 and self.node_rank == node:
+                function(path)
             self.barrier()
-            for node in range(self.num_nodes):  # one after the other, because some may share a disk
-                if self.local_rank == 0 and self.node_rank == node:
-                    put_in_place(path)
-                self.barrier()
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:

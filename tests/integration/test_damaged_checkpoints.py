@@ -183,6 +183,19 @@ def test_all_ranks_reject_a_damaged_folder(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="it is a folder"):
+    with pytest.raises(IsADirectoryError, match="a folder has this name"):
         WholeFileCheckpointIO().save_checkpoint({}, tmp_path)
     assert not [*tmp_path.parent.glob(".*.part")]
+
+
+@on_workers(2, process_group=False)
+def test_shards_replace_a_checkpoint_of_either_form_and_no_other_folder(tmp_path: Path) -> None:
+    for is_folder in (True, False, True):
+        strategy = HSDPHardThresholdStrategy(threshold=0.1, replicas=2, save_distributed_checkpoint=is_folder)
+        trainer = quiet_trainer(strategy, max_steps=1)
+        trainer.fit(Sharded(), shard_data())
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        assert (tmp_path / "last.ckpt").is_dir() == is_folder
+        with pytest.raises(IsADirectoryError, match="a folder has this name"):
+            trainer.save_checkpoint(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
