@@ -79,7 +79,7 @@ class StepMonitor(Callback, ABC):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self._add_new()  # a save may end an exchange, and earlier callbacks may save before this one's hook
+        self._add_new()  # earlier callbacks may save before this one's hook
         return {"totals": dict(self._totals)}
 
     @override

@@ -230,8 +230,11 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
             return
         require_replaceable(Path(path), may_be_folder=False)
         part = part_of(Path(path))
-        super().save_checkpoint(checkpoint, part, storage_options)
-        os.replace(part, path)
+        try:
+            super().save_checkpoint(checkpoint, part, storage_options)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)  # after an error, such as a full disk
 
 
 def part_of(path: Path) -> Path:

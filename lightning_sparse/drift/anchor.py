@@ -85,12 +85,10 @@ class DriftBucket(FlatBucket):
     Attributes:
         anchored: the bucket of its parameters and anchor.
         decay: factor on unsent values of the previous exchange; 0 if the weights contain them.
-        start: the weights when the exchange started, with ``overlap``; else None.
     """
 
     anchored: AnchorBucket = field(kw_only=True)
     decay: float = field(kw_only=True)
-    start: Tensor | None = field(kw_only=True)
 
     @override
     def form(self) -> None:

@@ -139,7 +139,7 @@ class SparseModelAverager(Averager):
         return {"sparse/largest_drift": self.exchange.largest_drift} | super().own_metrics()
 
     def close(self) -> None:
-        """Destroy the averager's groups. With ``overlap=True``, first call `flush` on all workers."""
+        """Destroy the averager's groups."""
         self.exchange.ownership.close()
         self.observed_steps.close()
         self._engine.exchange.close()
@@ -159,21 +159,12 @@ class SparseModelAverager(Averager):
         self.exchange.ownership.require()
         if self.shared.is_loaded:
             raise RuntimeError(LOST_STEP)
-        if self.exchange.is_changing and not self.exchange.pending:
+        if self.exchange.is_changing:
             raise RuntimeError("An exception interrupted an exchange of drifts. Call load_state_dict() or reset().")
         self.observed_steps.averager_stepped()
         self.num_steps += 1
-        self.exchange.finish()
         if self.num_steps % self.options.every_n_steps == 0:
-            self.exchange.start()
-            if not self.options.overlap:
-                self.exchange.finish()
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Complete a pending exchange, which ``overlap=True`` allows. Collective."""
-        self._prepare()
-        self.exchange.finish()
+            self.exchange.run()
 
     def _prepare(self) -> None:
         """Do nothing; subclasses free gathered parameters."""
@@ -196,17 +187,12 @@ class SparseModelAverager(Averager):
 
     # State.
 
-    def obstacles(self) -> list[str]:
-        """Return reasons why a checkpoint cannot hold this worker's tensors now."""
-        is_pending = bool(self.exchange.pending) and self.shared.is_loaded  # an exception ended the fit
-        return super().obstacles() + ["an exchange has not ended"] * is_pending
-
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this worker's state, with frozen tensors only if they have changed.
 
-        Collective with ``overlap=True`` or with ``workers``, which agree on the changed tensors.
+        Collective with ``workers``, which agree on the changed tensors.
         """
-        self.flush()
+        self._prepare()
         snapshot = self._engine.snapshot()
         snapshot.shared, numbers = self.exchange.state()
         unsent = snapshot.shared.pop("kept", {})
@@ -259,8 +245,6 @@ class SparseModelAverager(Averager):
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from ``state_dict`` of the worker of the same rank, including its weights.
-
-        Discards a pending exchange of ``overlap=True``.
 
         Raises:
             RuntimeError: the rank or the number of workers differs, or the state is damaged.

@@ -1,17 +1,16 @@
-"""Starts an exchange of drifts, and moves anchor and weights by the average."""
+"""Exchanges drifts, and moves anchor and weights by the average."""
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.anchor import AnchorBucket, DriftBucket, WeightOwnership, load_outer, outer_state
-from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints
+from lightning_sparse.drift.untrained_tensors import UntrainedTensors, differing, fingerprints
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.options import DriftOptions
@@ -33,7 +32,6 @@ class DriftExchange:
         outer: moves the anchors; None subtracts the average.
         untrained: the module's other tensors.
         ownership: allows or forbids steps on the anchored parameters.
-        pending: buckets of an exchange that has started and not ended.
         is_changing: whether an exchange is changing weights or was interrupted.
         largest_drift: the largest distance of any worker's weight from the anchor before the last exchange.
     """
@@ -48,23 +46,42 @@ class DriftExchange:
         self.is_changing = False
         self.largest_drift = 0.0
         self._module, self._engine, self._replica = module, engine, replica
-        self.pending: list[DriftBucket] = []
         self._compared: dict[str, Tensor] = {}
         self.anchor_new()
         self._num_compared = len(self.untrained.floating(only_buffers=True))
 
-    def start(self) -> None:
-        """Select values of drifts and start their exchange. Collective."""
-        self.is_changing, started = True, list[DriftBucket]()
+    def run(self) -> None:
+        """Exchange selected values of drifts, and move anchor and weights by the average. Collective.
+
+        Raises:
+            RuntimeError: an anchored parameter was replaced, renamed or removed.
+        """
+        self.is_changing, exchanged = True, list[DriftBucket]()
         self.anchor_new()
         self._engine.begin()
-        self._engine.add_all(self._forming(started))
-        self.pending = started
-        self.is_changing = not self.options.overlap  # the weights may lack sent values until the exchange ends
+        self._engine.add_all(self._forming(exchanged))
+        notes = self._engine.finish()
+        largest = float(torch.cat([note[:, 0] for note in notes]).max())  # NaN if any is NaN
+        self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
+        self._engine.workers.average([*differing(self._compared, notes[-1][:, 2:]).values()])
+        fewest, most = notes[-1][:, 1].aminmax()
+        if fewest == most:  # a new buffer may be on one worker only, and messages must have equal sizes
+            self._num_compared = int(most)
+        self._move_anchor(exchanged)
+        for drift in exchanged:
+            bucket = drift.anchored
+            if drift.weights is None:
+                is_kept = self.options.keep_drift
+                bucket.write(torch.sub(bucket.anchor, bucket.kept, out=bucket.drift) if is_kept else bucket.anchor)
+            elif not drift.has_moved:
+                bucket.subtract(drift.average)
+        gradient_bytes = sum(bucket.gradient_bytes for bucket in self.buckets)
+        self._engine.end_step(dense_bytes=self.options.every_n_steps * gradient_bytes)
+        self.is_changing = False
 
-    def _forming(self, started: list[DriftBucket]) -> Iterator[DriftBucket]:
+    def _forming(self, formed: list[DriftBucket]) -> Iterator[DriftBucket]:
         # Only under these conditions can compiled functions keep unsent values in the weights.
-        keeps_in_weights = self.options.keep_drift and self.outer is None and not self.options.overlap
+        keeps_in_weights = self.options.keep_drift and self.outer is None
         for bucket in self.buckets:
             is_last = bucket is self.buckets[-1]
             # The largest drift. The last bucket adds the number of buffers, and their fingerprints.
@@ -84,54 +101,11 @@ class DriftExchange:
                 weights=bucket.weights() if keeps_in_weights else None,
                 anchored=bucket,
                 decay=0.0 if self.options.keep_drift else self.options.drift_decay,
-                start=bucket.read(torch.empty_like(bucket.drift)) if self.options.overlap else None,
             )
             if drift.weights is None:
                 drift.form()
-            started.append(drift)
+            formed.append(drift)
             yield drift
-
-    def finish(self) -> None:
-        """End the exchange, and move anchor and weights by the average. Collective.
-
-        Does nothing without a pending exchange.
-
-        Raises:
-            RuntimeError: the averager must not change the weights any more, or the process group has ended.
-        """
-        if not self.pending:
-            return
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "The process group ended during an exchange of drifts. Call flush() on every worker before "
-                "destroy_process_group()."
-            )
-        self.ownership.require()
-        self.is_changing = True
-        exchanged, self.pending = self.pending, []
-        notes = self._engine.finish()
-        largest = float(torch.cat([note[:, 0] for note in notes]).max())  # NaN if any is NaN
-        self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
-        self._engine.workers.average([*self.untrained.differing(self._compared, notes[-1][:, 2:]).values()])
-        fewest, most = notes[-1][:, 1].aminmax()
-        if fewest == most:  # a new buffer may be on one worker only, and messages must have equal sizes
-            self._num_compared = int(most)
-        self._move_anchor(exchanged)
-        for drift in exchanged:
-            bucket = drift.anchored
-            if drift.weights is not None:
-                if not drift.has_moved:
-                    bucket.subtract(drift.average)
-                continue
-            target, memory = bucket.anchor, bucket.drift
-            if self.options.keep_drift:
-                target, memory = torch.sub(bucket.anchor, bucket.kept, out=bucket.drift), bucket.kept
-            if drift.start is not None:
-                target = bucket.read(memory).sub_(drift.start).add_(target)
-            bucket.write(target)
-        gradient_bytes = sum(bucket.gradient_bytes for bucket in self.buckets)
-        self._engine.end_step(dense_bytes=self.options.every_n_steps * gradient_bytes)
-        self.is_changing = False
 
     def _move_anchor(self, exchanged: list[DriftBucket]) -> None:
         for drift in exchanged:
@@ -147,10 +121,10 @@ class DriftExchange:
 
     def restart(self) -> None:
         """Make the current weights the anchor, and discard all history. Not collective."""
-        if self.pending or self.is_changing:
+        if self.is_changing:
             for bucket in self.buckets:
                 bucket.drift = torch.zeros_like(bucket.drift)  # collectives may still write to the old tensors
-        self.pending, self.is_changing = [], False
+        self.is_changing = False
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             if not self.options.keep_drift:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange
-from lightning_sparse.drift.untrained_tensors import fingerprints, named_tensors
+from lightning_sparse.drift.untrained_tensors import differing, fingerprints, named_tensors
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.workers import Workers
@@ -83,8 +83,6 @@ class SharedWeights:
     @torch.no_grad()
     def mean(self, workers: Workers) -> dict[str, Tensor]:
         """Return means of all workers' weights and differing other tensors by name. Collective."""
-        # Parameters unfrozen since the last exchange stay untrained until the next, so this changes no state.
-        self._exchange.finish()
         untrained = self._exchange.untrained
         untrained.register_new()
         compared = untrained.floating(only_buffers=False)
@@ -93,7 +91,7 @@ class SharedWeights:
         # A new buffer may be on one worker only.
         compared = {name: tensor for name, tensor in compared.items() if all(name in found for found in of_workers)}
         rows = torch.tensor([[found[name] for name in compared] for found in of_workers], dtype=torch.float64)
-        averaged = self.weights() | untrained.differing(compared, rows)
+        averaged = self.weights() | differing(compared, rows)
         tensors = {name: tensor.clone() for name, tensor in averaged.items()}
         workers.average(list(tensors.values()))
         return tensors

@@ -57,25 +57,6 @@ class UntrainedTensors:
         """Return floating-point buffers by name, and frozen parameters unless ``only_buffers``."""
         return self._tensors([name for name, is_buffer in self._floating.items() if is_buffer or not only_buffers])
 
-    def differing(self, compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
-        """Return tensors that differ between workers and have equal sizes.
-
-        The names are equal on all workers. Takes an earlier result of ``floating`` and all workers' ``fingerprints`` of
-        it, shape (n, numbers), on the CPU. A tensor that was removed or resized in the meantime is replaced by its old
-        value.
-        """
-        if not compared:
-            return {}
-        rows = prints.view(len(prints), -1, 2)
-        is_same = (rows == rows[:1]).all(0)
-        return {
-            name: now if now.numel() == compared[name].numel() and now.dtype == compared[name].dtype else compared[name]
-            for (name, now), (is_same_hash, is_same_size) in zip(
-                self._tensors(compared).items(), is_same.tolist(), strict=True
-            )
-            if is_same_size and not is_same_hash
-        }
-
     def changed(self, workers: Workers | None = None) -> dict[str, Tensor]:
         """Return by name the tensors of any dtype that have changed since set-up.
 
@@ -93,6 +74,20 @@ class UntrainedTensors:
         if not found.keys() >= set(names):  # a walk over all parameters takes long
             found = named_tensors(self._module)
         return {name: local(found[name]) if name in found else torch.zeros(0) for name in names}
+
+
+def differing(compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
+    """Return tensors that differ between workers and have equal sizes; their names are equal on all workers.
+
+    Takes tensors by name and all workers' ``fingerprints`` of them, shape (n, numbers), on the CPU.
+    """
+    rows = prints.view(len(prints), -1, 2)
+    is_same = (rows == rows[:1]).all(0).tolist()
+    return {
+        name: tensor
+        for (name, tensor), (is_same_hash, is_same_size) in zip(compared.items(), is_same, strict=True)
+        if is_same_size and not is_same_hash
+    }
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:

@@ -193,7 +193,7 @@ class Averager:
         """Return the state from which this worker continues exactly.
 
         Without a Trainer, save one file per worker. The state consists of plain containers and copies, so
-        ``torch.load(weights_only=True)`` reads it. Collective only for averagers of drifts with ``overlap=True``.
+        ``torch.load(weights_only=True)`` reads it. Not collective.
         """
         return sealed({"kind": self.kind} | self.place | copied(vars(self.snapshot())))
 

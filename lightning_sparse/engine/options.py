@@ -139,7 +139,6 @@ class DriftOptions(ExchangeOptions):
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
             subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.
-        overlap: True overlaps the exchange with the next step and applies its result one step later.
 
     Raises:
         ValueError: an option has a value that is not allowed, or two options exclude each other.
@@ -150,15 +149,13 @@ class DriftOptions(ExchangeOptions):
     drift_decay: float = 1.0
     average_over: AverageOver = "senders"
     outer_optimizer: OuterOptimizer | None = None
-    overlap: bool = False
     why_no_overshoot = "for drifts, which gained nothing from it in tests"
     why_no_sparse_sums = "for drifts, where the sums of all workers would stay in a worker's own weights"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("every_n_steps", self.every_n_steps)
-        for name in ("keep_drift", "overlap"):
-            require_flag(name, getattr(self, name))
+        require_flag("keep_drift", self.keep_drift)
         if not (is_number(self.drift_decay) and 0 < self.drift_decay <= 1):
             raise ValueError(f"Invalid drift_decay={self.drift_decay!r}. Must be within (0, 1].")
         if self.keep_drift and self.drift_decay != 1:

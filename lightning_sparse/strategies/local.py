@@ -17,13 +17,9 @@ from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.exchange.agreement import require_agreement
-from lightning_sparse.exchange.save_barrier import is_interrupted
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.arguments import process_group_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
-
-_IN_A_STEP = ("training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward")
-"""Lightning's hooks during which a backward may still need the weights of its forward."""
 
 
 class LocalTraining(SparseStrategy):
@@ -172,13 +168,7 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     def _obstacles(self, averager: SparseModelAverager) -> list[str]:
         """Return reasons why drifts cannot be saved now, in equal words on all workers."""
-        hook = self._module._current_fx_name
-        another_may_follow = hook == "on_after_backward" and not self._module.automatic_optimization
-        needs_weights = hook in _IN_A_STEP or another_may_follow
-        # Received values would change weights that a backward needs.
-        is_pending = bool(averager.exchange.pending) and (is_interrupted() or needs_weights)
-        is_written_to = averager.shared.was_written_to
-        return ["the shared weights were changed"] * is_written_to + ["an exchange has not ended"] * is_pending
+        return ["the shared weights were changed"] * averager.shared.was_written_to
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -15,14 +15,10 @@ NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 CASES: dict[str, dict[str, Any]] = {
     "every step": {},
     "every third step": {"every_n_steps": 3},
-    "applied late": {"overlap": True},
-    "every third step, applied late": {"overlap": True, "every_n_steps": 3},
     "back to the anchor": {"keep_drift": False},
     "back to the anchor, decaying": {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2},
     "outer optimizer": {"outer_optimizer": NESTEROV, "every_n_steps": 2},
-    "outer optimizer, back to the anchor, late": {
-        "outer_optimizer": NESTEROV, "every_n_steps": 2, "keep_drift": False, "overlap": True,
-    },
+    "outer optimizer, back to the anchor": {"outer_optimizer": NESTEROV, "every_n_steps": 2, "keep_drift": False},
     "gather": {"exchange": "gather"},
     "dense": {"exchange": "dense"},
     "reduce_scatter": {"exchange": "reduce_scatter"},
@@ -34,7 +30,7 @@ def simulated(options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``Simulation`` for these options."""
     same = {name: value for name, value in options.items() if name in ("every_n_steps", "keep_drift", "drift_decay")}
     outer = (0.7, 0.9) if "outer_optimizer" in options else None
-    return {**same, "is_late": options.get("overlap", False), "outer": outer}
+    return {**same, "outer": outer}
 
 
 @dataclass
@@ -50,7 +46,6 @@ class Simulation:
         drift_decay: factor of unsent drifts that are stored outside the weights.
         by_senders: whether an average is over the workers that sent something other than 0, instead of all.
         outer: learning rate and momentum of Nesterov's method on the anchor; None subtracts the average.
-        is_late: whether an average is applied a step after the exchange.
         wire: what values are rounded to that are sent; None leaves them as they are.
         moves_in_place: whether an average moves weights that lack sent values, instead of the anchor replacing them.
             Equal up to rounding.
@@ -65,7 +60,6 @@ class Simulation:
     drift_decay: float = 1.0
     by_senders: bool = True
     outer: tuple[float, float] | None = None
-    is_late: bool = False
     wire: torch.dtype | None = None
     moves_in_place: bool = False
     sent: list[int] = field(default_factory=list)
@@ -74,7 +68,6 @@ class Simulation:
         self.anchor = flat(self.models[0])
         self.kept = [torch.zeros_like(self.anchor) for _ in self.models]
         self.momentum = torch.zeros_like(self.anchor)
-        self.in_flight: tuple[Tensor, list[Tensor], list[Tensor]] | None = None
         self.num_steps = 0
 
     def step(self, losses: Sequence[Callable[[nn.Module], Tensor] | None]) -> None:
@@ -85,13 +78,10 @@ class Simulation:
                 loss(model).backward()
                 optimizer.step()
         self.num_steps += 1
-        self.land()
         if self.num_steps % self.every_n_steps == 0:
-            self.depart()
-            if not self.is_late:
-                self.land()
+            self.exchange()
 
-    def depart(self) -> None:
+    def exchange(self) -> None:
         starts = [flat(model) for model in self.models]
         drifts = [self.anchor - start for start in starts]
         if not self.keep_drift:
@@ -106,31 +96,23 @@ class Simulation:
         divisor = torch.full_like(self.anchor, len(sent))
         if self.by_senders:
             divisor = torch.stack(sent).count_nonzero(0).clamp(min=1).to(divisor.dtype)
-        self.in_flight = sum(sent[1:], sent[0]) / divisor, starts, self.kept
-
-    def land(self) -> None:
-        if self.in_flight is None:
-            return
-        average, starts, kept = self.in_flight
-        self.in_flight = None
+        average = sum(sent[1:], sent[0]) / divisor
         if self.outer is None:
             self.anchor = self.anchor - average
         else:
             rate, momentum = self.outer
             self.momentum = momentum * self.momentum + average
             self.anchor = self.anchor - rate * (average + momentum * self.momentum)
-        for model, start, rest in zip(self.models, starts, kept, strict=True):
+        for model, kept in zip(self.models, self.kept, strict=True):
             if self.moves_in_place:
                 write(model, flat(model) - average)
-                continue
-            target = self.anchor - rest if self.keep_drift else self.anchor
-            write(model, target + (flat(model) - start) if self.is_late else target)
+            else:
+                write(model, self.anchor - kept if self.keep_drift else self.anchor)
 
     def _rounded(self, drift: Tensor) -> Tensor:
         return drift if self.wire is None else drift.float().to(self.wire).to(drift.dtype)
 
     def mean(self) -> Tensor:
-        self.land()
         return torch.stack([flat(model) for model in self.models]).mean(0)
 
 

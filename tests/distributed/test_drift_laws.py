@@ -46,7 +46,6 @@ class Case:
     every_n_steps: int = 1
     keep_drift: bool = True
     drift_decay: float = 1.0
-    is_late: bool = False
     has_outer: bool = False
     average_over: str = "senders"
     exchange: str = "auto"
@@ -75,7 +74,6 @@ def cases(draw):
         every_n_steps=draw(st.integers(1, 4)),
         keep_drift=keeps,
         drift_decay=1.0 if keeps else draw(st.sampled_from([0.25, 1.0])),
-        is_late=draw(st.booleans()),
         has_outer=has_outer,
         average_over=draw(st.sampled_from(["senders", "workers"])),
         exchange=draw(st.sampled_from(["auto", "gather", "dense", "reduce_scatter"])),
@@ -107,7 +105,6 @@ def begin(case, seed=11):
         every_n_steps=case.every_n_steps,
         keep_drift=case.keep_drift,
         drift_decay=case.drift_decay,
-        overlap=case.is_late,
         average_over=case.average_over,
         outer_optimizer=NESTEROV if case.has_outer else None,
         value_dtype=case.value_dtype,
@@ -151,7 +148,6 @@ def run_case(case):
         after, anchor, largest = flat(model), anchor_of(averager), averager.exchange.largest_drift
         seen = None
         if case.happens("look", step):
-            averager.flush()
             own = flat(model)
             with averager.averaged_weights():
                 seen = flat(model)
@@ -172,7 +168,6 @@ def run_case(case):
                 averager.load_state_dict(saved)
                 averager.subscribe(lambda stats: thresholds.append(stats.threshold))
         history.append((before, after, anchor, seen, largest))
-    averager.flush()
     return history, thresholds, averager.state_dict()["own"].get("unsent", {}), averager.last_step
 
 
@@ -195,9 +190,9 @@ def build_selection(case):
 
 @settings(max_examples=int(os.environ.get("LIGHTNING_SPARSE_EXAMPLES", "25")))
 @given(cases())
-@example(Case(threshold=0.0, is_late=True, every_n_steps=2))
+@example(Case(threshold=0.0, every_n_steps=2))
 @example(Case(threshold=0.0, sizes=(1000,), silent=frozenset({1})))
-@example(Case(num_workers=3, keep_drift=False, drift_decay=0.25, has_outer=True, is_late=True, events=((1, "reload"),)))
+@example(Case(num_workers=3, keep_drift=False, drift_decay=0.25, has_outer=True, events=((1, "reload"),)))
 @example(Case(num_workers=1, threshold=2.5, steps=9))
 @example(Case(dtype=torch.float32, sizes=(70_000,), exchange="gather", steps=9, threshold=0.3, average_over="workers"))
 @example(Case(dtype=torch.float32, sizes=(1000,), exchange="dense", steps=9, density=0.3))
@@ -221,9 +216,8 @@ def test_an_averager_obeys_its_laws(case):
         keep_drift=case.keep_drift,
         drift_decay=case.drift_decay,
         outer=(0.7, 0.9) if case.has_outer else None,
-        is_late=case.is_late,
         wire=WIRES[value_dtype],
-        moves_in_place=is_exact and has_functions and case.top_k is None and case.keep_drift and not case.is_late,
+        moves_in_place=is_exact and has_functions and case.top_k is None and case.keep_drift,
     )
     close = {"rtol": 0, "atol": 0 if is_exact else 1e-11}
     last_bits = 1e-6 if is_exact else 1e-12
@@ -248,7 +242,7 @@ def test_an_averager_obeys_its_laws(case):
             torch.testing.assert_close(weights, flat(model), **close)
             torch.testing.assert_close(anchor, simulation.anchor, **close)
             assert torch.equal(anchor, states[0][2])  # equal bits on all workers
-        if is_exchange and case.keep_drift and not case.is_late:
+        if is_exchange and case.keep_drift:
             drifts = torch.stack([anchor - weights for _, weights, anchor, *_ in states])
             pending = torch.stack([anchor_before - before for before, *_ in states])
             assert {largest for *_, largest in states} == {pending.abs().max().item()}
@@ -257,8 +251,6 @@ def test_an_averager_obeys_its_laws(case):
             if not (case.has_outer or simulation.by_senders):  # conservation: a drift moves the anchor or stays pending
                 moved = anchor_before - states[0][2]
                 torch.testing.assert_close(pending.mean(0), moved + drifts.mean(0), rtol=0, atol=10 * last_bits)
-        if any(case.happens(event, step) for event in ("look", "reload", "reload elsewhere")):
-            simulation.land()  # these events apply the pending exchange
         for *_, seen, _ in states:
             if seen is not None:
                 torch.testing.assert_close(seen, simulation.mean(), **close)
@@ -267,7 +259,6 @@ def test_an_averager_obeys_its_laws(case):
     if simulation.sent:
         assert results[0][3].dense_bytes == case.every_n_steps * flat(models[0]).nbytes  # as DDP in the same steps
     assert len({repr((thresholds, last)) for _, thresholds, _, last in results}) == 1
-    simulation.land()
     if simulation.sent:
         assert results[0][3].selected == simulation.sent[-1]
         for rank, (_, _, kept, _) in enumerate(results):

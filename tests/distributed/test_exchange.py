@@ -237,7 +237,6 @@ def test_an_overflow_costs_a_second_round_for_its_bucket_only():
 
 @on_workers(2)
 def test_the_last_bucket_starts_all_pending_messages():
-    # In local training with overlap, a whole step may come between.
     calls, isend = [], dist.isend
     dist.isend = lambda *args, **kwargs: (calls.append(None), isend(*args, **kwargs))[1]
     selections = [selection_of(1, 0, 3000, 0.1)] * 2

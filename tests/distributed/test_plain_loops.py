@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import (
-    DriftOptions,
     GradientOptions,
     HardThreshold,
     ShardExchange,
@@ -178,7 +177,7 @@ def test_averagers_in_different_order_raise_an_error_naming_the_rank(same: bool)
 @on_workers(2, new=True)
 def test_states_can_be_saved_after_the_process_group_ends() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    nets = [build() for _ in range(5)]
+    nets = [build() for _ in range(4)]
     for net in nets[:2]:
         fully_shard(net, mesh=mesh["shard"])
     wrapped = DistributedDataParallel(nets[2])
@@ -188,15 +187,11 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
         register_comm_hook(wrapped, HardThreshold(threshold=0.1), GradientOptions(exchange="hierarchical")),
         SparseModelAverager(nets[3], HardThreshold(threshold=0.1)),
     ]
-    travelling = SparseModelAverager(nets[4], HardThreshold(threshold=0.0), DriftOptions(overlap=True))
-    travelling.step()
     for copies in (copy.deepcopy, pickle.dumps):
         for holder in holders:
             with pytest.raises(TypeError, match=f"{type(holder).__name__} cannot be copied or pickled"):
                 copies(holder)
     dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match=r"The process group ended during an exchange of drifts. Call flush\(\)"):
-        travelling.state_dict()
     for holder in holders:
         assert {"rank", "world_size", "seal", "shared"} <= holder.state_dict().keys()
         holder.close()

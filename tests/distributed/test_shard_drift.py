@@ -82,9 +82,8 @@ def simulated(layout, options):
     return simulation, history, looks
 
 
-FEW = ("every third step", "applied late")
-MOST = [case for case in CASES if case not in (*FEW, "back to the anchor")]  # other rows combine those
-ROWS = [(layout, case) for layout in LAYOUTS for case in (MOST if layout == (2, 2) else FEW)]
+ROWS = [((2, 2), case) for case in CASES if case != "back to the anchor"]  # other rows combine it
+ROWS += [(layout, "every third step") for layout in LAYOUTS if layout != (2, 2)]
 
 
 @pytest.mark.parametrize(("layout", "case"), ROWS, ids=str)

@@ -133,7 +133,6 @@ KEPT_APART = {"keep_drift": False, "drift_decay": 0.9}
 OF_DRIFTS: dict[str, dict[str, Any]] = {
     "adam": {},
     "every third step": {"strategy": {"every_n_steps": 3}},
-    "applied late": {"strategy": {"overlap": True, "every_n_steps": 3}},
     "back to the anchor": {"strategy": KEPT_APART},
     "outer optimizer": {"strategy": {"outer_optimizer": NESTEROV}},
     "density": {"strategy": {"density": 0.2, "calibration_steps": 3}},

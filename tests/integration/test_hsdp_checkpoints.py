@@ -86,12 +86,11 @@ SETTINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "share of each layer": (DRIFTS, WithAdam, {"density": 0.2, "granularity": "layer", "every_n_steps": 2}),
     "buffers": (DRIFTS, WithBuffers, {"threshold": 0.02, "every_n_steps": 3}),
     "SparseLoCo": (DRIFTS, WithAdam, SPARSE_LOCO),
-    "late": (DRIFTS, WithAdam, {"threshold": 0.02, "overlap": True}),
     "no state": (DRIFTS, Stateless, {"threshold": 0.02}),
     "unfrozen": (DRIFTS, StatelessUnfreezing, {"threshold": 0.02, "outer_optimizer": OUTER_ADAM}),
 }
 OF_EIGHT = {"tensor parallelism": (GRADIENTS, Tensors, {"threshold": 0.03, "tensor_parallel_size": 2})}
-IN_ONE_FILE = ("gradients", "drifts", "share of each layer", "buffers", "SparseLoCo", "late")
+IN_ONE_FILE = ("gradients", "drifts", "share of each layer", "buffers", "SparseLoCo")
 """These cover all kinds of saved state. Lightning's own strategy cannot resume a stateless one from a file either."""
 
 
@@ -153,11 +152,10 @@ def _stop_and_resume(folder: str, names: list[str]) -> dict[str, Any]:
     """Return by name the end of an uninterrupted run, and of a stopped and a resumed run in each form."""
     results: dict[str, Any] = {}
     for name in names:
-        other = f"{folder}/other.ckpt" if name == "late" else None  # a save applies a late exchange
-        results[name] = [train(name, 2, 2, other, None, True)]
+        results[name] = [train(name, 2, 2, None, None, True)]
         for is_folder in (True, False) if name in (*IN_ONE_FILE, *OF_EIGHT) else (True,):
             path = f"{folder}/{is_folder}/{name}.ckpt"
-            turns = ((1, path, None), (2, other, path))
+            turns = ((1, path, None), (2, None, path))
             results[name].append([train(name, 2, epochs, save, resume, is_folder) for epochs, save, resume in turns])
     return results
 

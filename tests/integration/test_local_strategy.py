@@ -25,7 +25,6 @@ from lightning_sparse import (
 from tests.distributed.drift_simulation import NESTEROV
 from tests.integration.models import (
     Classifier,
-    ManualClassifier,
     Normalized,
     TwoPlayers,
     WithEmbedding,
@@ -47,8 +46,8 @@ class WithAdam(Classifier):
     lr = 0.01
 
 
-def local_trainer(*callbacks: Callback, every_n_steps: int = 1, overlap: bool = False, **options: Any) -> Trainer:
-    strategy = LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps, overlap=overlap)
+def local_trainer(*callbacks: Callback, every_n_steps: int = 1, **options: Any) -> Trainer:
+    strategy = LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps)
     return quiet_trainer(strategy, callbacks=list(callbacks), use_distributed_sampler=False, **options)
 
 
@@ -403,20 +402,6 @@ def test_a_save_in_validation_is_equal_for_all_workers_after_writes(who_writes: 
     saved = torch.load(tmp_path / "in.ckpt", weights_only=True)["lightning_sparse"]
     assert len(saved["workers"]) == (0 if who_writes else 2)
     assert ("were changed" in str(saved["why_incomplete"])) is bool(who_writes)
-
-
-@pytest.mark.parametrize(("kind", "hook"), [(WithAdam, "on_before_backward"), (ManualClassifier, "on_after_backward")])
-@on_workers(2, process_group=False)
-def test_a_save_before_a_backward_does_not_change_it_during_an_exchange(tmp_path: Path, kind: Any, hook: str) -> None:
-    def save(trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
-
-    trainer = local_trainer(LambdaCallback(**{hook: save}), overlap=True, every_n_steps=2, max_steps=6)
-    trainer.fit(kind(), ResumableData(6))
-    assert trainer.global_step == 6
-    saved = [torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["lightning_sparse"] for step in range(1, 6)]
-    pending = "an exchange has not ended"
-    assert [content["why_incomplete"] for content in saved] == [None, pending, None, pending, None]
 
 
 @on_workers(2)

@@ -177,7 +177,7 @@ def test_histograms_hold_finite_values_from_before_the_selection() -> None:
 
 
 DRIFT_HISTOGRAMS: dict[str, tuple[dict[str, Any], list[str], list[int]]] = {
-    "overlap": ({"overlap": True}, ["drift"], [0, 2, 4]),  # the residual is a part of the drift
+    "every step": ({}, ["drift"], [0, 2, 4]),  # the residual is a part of the drift
     "every third step": ({"every_n_steps": 3}, ["drift"], [2, 5]),
     "kept apart": ({"keep_drift": False}, ["compensated", "drift", "residual"], [0, 2, 4]),
 }
@@ -376,8 +376,8 @@ def test_averages_and_totals_continue_when_a_checkpoint_is_resumed(tmp_path: Pat
     assert f"{sent / 1000:.4g} kB" in after[0].printed
 
 
-def test_the_table_counts_the_exchange_that_ends_with_the_training() -> None:
-    strategy = LocalHardThresholdStrategy(threshold=0.02, overlap=True, every_n_steps=2)
+def test_the_table_counts_exchanges_of_drifts() -> None:
+    strategy = LocalHardThresholdStrategy(threshold=0.02, every_n_steps=2)
     first, _ = watch([DensityMonitor()], strategy=strategy, max_steps=6)
     assert first.printed.startswith("Sparse drift exchange\n")
     assert re.search(r"steps exchanged +3$", first.printed, re.MULTILINE)

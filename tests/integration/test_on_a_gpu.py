@@ -52,7 +52,6 @@ CASES = {
     "top-k": Case(SparseDDPStrategy, {"sparsifier": TopK(0.1)}),
     "top-k of the model": Case(SparseDDPStrategy, {"sparsifier": TopK(0.1, granularity="model")}),
     "drift": Case(LOCAL, DENSITY, adam),
-    "drift, overlapping": Case(LOCAL, {**DENSITY, "overlap": True, "every_n_steps": 2}, adam, is_exact=False),
     "drift, means": Case(LOCAL, {**DENSITY, **MEANS}, adam, is_exact=False),
     "simulated": Case(SimulatedWorkersStrategy, {"sparsifier": TopK(0.1), "num_workers": 3}, sgd, num_workers=1),
 }

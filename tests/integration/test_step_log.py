@@ -57,8 +57,8 @@ class Exchanges(Callback):
             self.new.clear()
 
 
-def local(every_n_steps: int, **options: Any) -> Any:
-    return LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps, **options)
+def local(every_n_steps: int) -> Any:
+    return LocalHardThresholdStrategy(threshold=0.01, every_n_steps=every_n_steps)
 
 
 def gradients(**options: Any) -> Any:
@@ -88,7 +88,6 @@ PROGRAMS = {
     "gradients, a step in every third batch": Program(EveryThird, gradients, waits=True),
     "drift": Program(Classifier, lambda: local(1)),
     "drift, every third step": Program(Classifier, lambda: local(3)),
-    "drift, every second step, overlapping": Program(Classifier, lambda: local(2, overlap=True)),
     "drift, every fifth step, accumulated": Program(Classifier, lambda: local(5), accumulate=2),
     "drift, two optimizers, every fourth step": Program(TwoPlayers, lambda: local(4)),
     "drift, two optimizers, every step": Program(TwoPlayers, lambda: local(1)),

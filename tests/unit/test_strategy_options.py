@@ -36,7 +36,6 @@ DRIFTS: dict[str, Any] = {
     "drift_decay": 1.0,
     "average_over": "senders",
     "outer_optimizer": None,
-    "overlap": False,
 } | EXCHANGE
 REPLICAS: dict[str, Any] = {"replicas": "auto", "tensor_parallel_size": 1}
 SPARSIFIER: dict[str, Any] = {"sparsifier": inspect.Parameter.empty}
