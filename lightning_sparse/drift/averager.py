@@ -67,7 +67,7 @@ class SparseModelAverager(Averager):
         observed_steps: the steps of optimizers on the module's parameters.
         device: the device of the module's first parameter.
         own_group: the process group in which drifts are exchanged.
-        exchange: holds the anchors; starts and ends exchanges of drifts.
+        exchange: holds the anchors and exchanges drifts.
         shared: copies weights that all workers share into the module.
 
     Raises:
