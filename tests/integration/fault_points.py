@@ -44,7 +44,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     save_barrier.SaveBarrier: ("wait", "saving_workers"),
     saving: ("run_together", "collect"),
     Workers: ("average", "gather_objects_to_first"),
-    DriftExchange: ("start", "finish", "_move_anchor"),
+    DriftExchange: ("run", "_move_anchor"),
     Engine: ("add", "finish", "end_step"),
     SparseModelAverager: ("step", "snapshot"),
     SharedWeights: ("load_mean", "restore_own", "mean", "replaced"),
