@@ -41,7 +41,7 @@ from tests.workers import run_workers
 pytestmark = pytest.mark.skipif(
     TorchVersion(torch.__version__) < (2, 11), reason=f"torch {torch.__version__} asks for a GPU where tensors are fake"
 )
-BUCKETS, LAYERS = 17, 150
+BUCKETS, LAYERS = 4, 36
 THRESHOLD = HardThreshold(threshold=0.1)
 MODEL_TOP_K = TopK(0.01, granularity="model")
 LAYERWISE = HardThreshold(threshold=0.1, layer_thresholds={"*.2": 0.2})

@@ -37,7 +37,7 @@ GLOO_COPIES = {'`exchange="hierarchical"`, one node': 4.0}
 ON_A_CPU = ("`TopK`", '`error_feedback="none"`', "local training (`SparseModelAverager`)")
 
 
-WIDTH, LAYERS = 512, 16
+WIDTH, LAYERS = 256, 16
 PARAMETERS = WIDTH * WIDTH * LAYERS
 
 
@@ -109,7 +109,7 @@ def measure(sparsifier, device, options):
             model = module
             averager = SparseModelAverager(module, HardThreshold(threshold=0.003), DriftOptions(**options))
     else:
-        model = DistributedDataParallel(module, bucket_cap_mb=4, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(module, bucket_cap_mb=1, gradient_as_bucket_view=True)
         state = register_comm_hook(model, sparsifier, GradientOptions(**options), grad_scaler=scaler)
         receive = state.receive
 
