@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,6 +187,15 @@ def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match="a folder has this name"):
         WholeFileCheckpointIO().save_checkpoint({}, tmp_path)
     assert not [*tmp_path.parent.glob(".*.part")]
+
+
+def test_a_save_that_fails_leaves_only_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    WholeFileCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        WholeFileCheckpointIO().save_checkpoint({"step": 2}, tmp_path / "last.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True) == {"step": 1}
 
 
 @on_workers(2, process_group=False)
