@@ -224,7 +224,8 @@ class LocalTraining(Training):
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
         _, _, self.every = parse_drift(method)
-        self.state = SparseModelAverager(self.module, HardThreshold(threshold=0.0), DriftOptions(every_n_steps=self.every))
+        options = DriftOptions(every_n_steps=self.every)
+        self.state = SparseModelAverager(self.module, HardThreshold(threshold=0.0), options)
         self.logged = []
         self.seconds, self.collectives, self.page_faults = [], [], []
 
