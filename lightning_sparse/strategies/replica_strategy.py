@@ -161,12 +161,11 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         path = place = Path(self.broadcast(filepath))
         require_replaceable(path)
         self.barrier()
+        self._on_each_node(partial(shutil.rmtree, ignore_errors=True), part_of(path))  # a kill has left it
         if self._save_distributed_checkpoint:
-            # Without a temporary folder, a kill would leave a mixture of this save and an earlier one.
-            place = part_of(path)
-            self._on_each_node(partial(shutil.rmtree, ignore_errors=True), place)
-        else:  # Lightning would let all ranks remove a folder at once
-            self._on_each_node(set_aside, path)
+            place = part_of(path)  # directly in path, a kill would leave a mixture of this save and an earlier one
+        else:
+            self._on_each_node(set_aside, path)  # Lightning would let all ranks remove a folder at once
         super().save_checkpoint(checkpoint, place, storage_options)
         self.barrier()
         self._on_each_node(put_in_place, path)
