@@ -251,7 +251,7 @@ def require_replaceable(path: Path, *, may_be_folder: bool = True) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a folder to ``.NAME.old``."""
+    """Rename a folder to ``.NAME.old``, where it stays until the new checkpoint is complete."""
     old = path.with_name(f".{path.name}.old")
     if path.is_dir():
         shutil.rmtree(old, ignore_errors=True)
