@@ -240,20 +240,6 @@ def test_an_unreferenced_averager_is_freed_without_garbage_collection(options):
     assert gone() is None
 
 
-@on_workers(2, timeout=40)
-def test_a_dropped_averager_with_an_interrupted_exchange_blocks_nothing():
-    ends = []
-    for interrupts in (False, True, True, False):
-        model = build_model()
-        averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), DriftOptions(exchange="gather"))
-        train(model, adam(model.parameters()), range(4), averager)
-        if interrupts:
-            interrupt(averager, "finish")
-        del averager
-        ends.append(flat(model))
-    assert torch.equal(ends[0], ends[-1])
-
-
 def interrupt(averager, method):
     """Interrupt an exchange in a method of the engine."""
     with patch.object(averager._engine, method, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):

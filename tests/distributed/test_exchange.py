@@ -335,6 +335,23 @@ def test_messages_of_the_user_in_the_same_group_do_not_mix_with_ours(num_bytes):
     assert [int(arrived[other, -1]) for other in others] == [100 + other for other in others]
 
 
+@pytest.mark.parametrize("num_bytes", [100, 2**17])
+@on_workers(2, timeout=40)
+def test_dropped_messages_still_arrive_and_block_no_later_ones(num_bytes):
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    workers, part = Workers(None, rank, 2), torch.full((num_bytes // 4,), float(rank))
+    gathered = torch.empty(2 * len(part))
+    pending = workers.all_gather(gathered, part) if rank == 0 else None
+    if rank == 0:
+        del pending  # before rank 1 sends
+        store.set("dropped", b"")
+    else:
+        store.wait(["dropped"])
+        workers.all_gather(gathered, part).wait()
+    workers.all_gather(later := torch.empty(2 * len(part)), part + 2).wait()
+    assert later.unique().tolist() == [2, 3]
+
+
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux's classes of scheduling")
 @pytest.mark.parametrize(("own_class", "expected"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
 @on_workers(2, new=True)
