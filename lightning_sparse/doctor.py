@@ -116,7 +116,8 @@ def describe_link(prediction: Estimate, round_seconds: float) -> str:
     rate = prediction.link_gbit_s
     return (
         f"Link: {gbit(rate)} Gbit/s to each of {prediction.num_workers} workers in an all-reduce of 26 MB; "
-        f"{1e3 * round_seconds:.2g} ms for a single element. Pass link_gbit_s={gbit(rate, 2)} to a strategy.\n"
+        f"{1e3 * round_seconds:.2g} ms for a single element. Pass link_gbit_s={gbit(rate, 2)} to a strategy; "
+        "to a sharded one, divided by the ranks per node.\n"
         f"{prediction}\n"
         "After a fit, the table of DensityMonitor shows the gain of your training."
     )

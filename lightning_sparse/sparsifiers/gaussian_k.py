@@ -17,7 +17,7 @@ SMALLEST = 1e-300
 
 
 class GaussianK(MarkingSparsifier):
-    """Selects coordinates above the threshold of a fitted Gaussian for k = ⌊density · size⌋ in every layer.
+    """Fits a Gaussian to each layer and selects magnitudes above a threshold, aiming at k = ⌊density · size⌋.
 
     Top-k without a sort (Shi, Chu, Cheung and See, *Understanding Top-k sparsification in distributed deep learning*,
     arXiv:1911.08772, Algorithm 1): t = abs(μ) + z σ of the layer's finite p, with z the quantile of 1 − density / 2.

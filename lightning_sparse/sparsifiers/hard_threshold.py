@@ -38,12 +38,12 @@ class ThresholdRun(NamedTuple):
 
 
 class HardThreshold(MarkingSparsifier):
-    """Selects every coordinate whose magnitude reaches a constant threshold λ, and every non-finite one.
+    """Selects every coordinate whose magnitude reaches a threshold λ, and every non-finite one.
 
-    With error feedback this minimises the total error over a whole training for a given number of sent coordinates
-    (Sahu et al., NeurIPS 2021, arXiv:2108.00951, section 4). After every step each unsent coordinate is below λ in
-    magnitude; how many are sent follows from the data and changes from step to step. It does *not* keep to a budget: a
-    step in which all gradients are large sends all of them.
+    For a fixed sequence of gradients and a given number of sent coordinates, a constant λ with error feedback leaves
+    the smallest total error (Sahu et al., NeurIPS 2021, arXiv:2108.00951, section 4); training may differ. After every
+    step each unsent coordinate is below λ in magnitude. The data decide how many are sent: a step in which all
+    gradients are large sends all of them.
 
     Give either a threshold or a density. With a density, the first steps send everything and measure the mean of ‖g‖²,
     from which λ follows (``ThresholdCalibration``). λ is then adjusted so that the average density meets the target.

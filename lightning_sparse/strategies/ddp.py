@@ -20,9 +20,9 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """DDP in which workers send selected coordinates and keep the rest for later.
 
-    Logs numbers of every optimizer step through the LightningModule, such as ``sparse/density``: k_t/d, in 0…1.
-    ``docs/loggers.md`` lists them all. Each ``fit`` starts with residuals of zero and, with a density, with a
-    calibration.
+    Logs numbers of every optimizer step through the LightningModule, such as ``sparse/density``, the mean share of
+    coordinates that a worker sent (docs/loggers.md lists them all). Each ``fit`` starts with residuals of zero and,
+    with a density, with a calibration.
 
     Args:
         gradient_as_bucket_view: of ``DistributedDataParallel``; True saves two copies of the gradient per step. None is

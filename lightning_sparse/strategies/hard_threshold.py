@@ -31,9 +31,10 @@ class HardThresholdStrategy(SparseStrategy):
 
 
 class DDPHardThresholdStrategy(HardThresholdStrategy, SparseDDPStrategy):
-    """DDP that sends coordinates with an error-compensated magnitude of at least λ.
+    """DDP that sends coordinates with an error-compensated magnitude of at least λ. For SGD.
 
-    The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
+    With Adam and the like, use `LocalHardThresholdStrategy`. The default density, 0.001, suits runs of 5,000 steps or
+    more. The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
     error minimization* (NeurIPS 2021, arXiv:2108.00951). Registered as ``Trainer(strategy="ddp_hardthreshold")``.
     """
 

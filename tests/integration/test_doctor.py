@@ -53,7 +53,7 @@ def test_advice_follows_from_the_link() -> None:
     assert lines[1].startswith("10,000,000 elements, 8 workers, 0.94 Gbit/s each")
     fast = doctor.describe_link(estimate(10_000_000, num_workers=8, link_gbit_s=2437.0, on_gpu=True), 3e-5)
     assert fast.startswith("Link: 2440 Gbit/s")
-    assert "Pass link_gbit_s=2400 to a strategy." in fast
+    assert "Pass link_gbit_s=2400 to a strategy;" in fast
 
 
 def test_all_workers_report_the_same_speed() -> None:

@@ -40,8 +40,8 @@ def test_every_snippet_is_run() -> None:
 def test_a_trainer_trains_before_and_after(snippet: str, sign: str) -> None:
     recorder = Recorder()
 
-    def make_trainer(*, devices: int, strategy: Any) -> Trainer:
-        assert devices == 8  # the number in the page
+    def make_trainer(*, num_nodes: int, devices: int, strategy: Any) -> Trainer:
+        assert (num_nodes, devices) == (8, 1)  # the numbers in the page
         return quiet_trainer(strategy, callbacks=[recorder])
 
     program = side(snippet, sign)
