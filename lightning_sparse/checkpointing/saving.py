@@ -251,9 +251,11 @@ def require_replaceable(path: Path, *, may_be_folder: bool = True) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a folder to ``.NAME.old``, where it stays until the new checkpoint is complete."""
+    """Rename a folder to ``.NAME.old``, where it stays until the new checkpoint is complete; remove a link."""
     old = path.with_name(f".{path.name}.old")
-    if path.is_dir():
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
 

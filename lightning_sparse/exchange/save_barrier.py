@@ -14,6 +14,7 @@ Keys contain the set-up, the worker and the number of its attempt, so that no wo
 """
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ PATIENCE = 300.0
 """Seconds that a worker waits until all others save. Validation may delay a worker that long."""
 SHORT_PATIENCE = 15.0
 """Seconds to wait while an exception or a signal is handled: others may never save, and the job is killed soon."""
+_log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between polls of the store. Unlike a blocking wait, polling lets Python handle signals."""
 
@@ -53,6 +55,7 @@ class SaveBarrier:
         self._workers = workers
         self.is_saving = False
         self._attempts = 0
+        self._told = ""
         # Unique, because torchrun's store outlives workers that it restarts.
         self._name = f"lightning_sparse/{gather_objects(uuid4().hex, workers.group)[0]}"
         self._store = PrefixStore(self._name, _get_default_store())
@@ -99,6 +102,10 @@ class SaveBarrier:
         self._attempts += 1
         if self._workers.num_workers == 1:
             return None
+        if isinstance(error := sys.exc_info()[1], Exception) and self._told != repr(error):
+            self._told = repr(error)  # Python prints it only when the save ends
+            rank = self._workers.rank
+            _log.error("lightning_sparse: rank %d handles %r, saves, and waits for the other ranks.", rank, error)
         try:
             return self._decide(status, patience) if self._workers.rank == 0 else self._report(status, patience)
         except dist.DistNetworkError:  # of the store, which ends with rank 0

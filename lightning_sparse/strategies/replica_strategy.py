@@ -1,6 +1,7 @@
 """The base class of strategies with sharded replicas."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -149,8 +150,9 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             step = {"step": self._module.trainer.global_step}
             why_not = self._save_barrier.wait(step, patience_of(self._timeout))
             if why_not is not None:
+                cause = " The exception above ended the training." * (sys.exc_info()[0] is not None)
                 raise RuntimeError(
-                    f"No checkpoint was written: {why_not}. Saving a sharded model needs all of its ranks."
+                    f"No checkpoint was written: {why_not}. Saving a sharded model needs all of its ranks.{cause}"
                 )
         return super().lightning_module_state_dict()
 
@@ -166,8 +168,13 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             place = part_of(path)  # directly in path, a kill would leave a mixture of this save and an earlier one
         else:
             self._on_each_node(set_aside, path)  # Lightning would let all ranks remove a folder at once
-        super().save_checkpoint(checkpoint, place, storage_options)
-        self.barrier()
+        try:
+            super().save_checkpoint(checkpoint, place, storage_options)
+            self.barrier()
+        except BaseException:
+            if self.local_rank == 0:
+                shutil.rmtree(part_of(path), ignore_errors=True)
+            raise
         self._on_each_node(put_in_place, path)
 
     def _on_each_node(self, function: Callable[[Path], None], path: Path) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import model_parallel
 from torch import Tensor
 
 from lightning_sparse import (
@@ -199,14 +200,31 @@ def test_a_save_that_fails_leaves_only_the_old_file(tmp_path: Path, monkeypatch:
 
 
 @on_workers(2, process_group=False)
-def test_shards_replace_a_checkpoint_of_either_form_and_no_other_folder(tmp_path: Path) -> None:
+def test_shards_replace_a_checkpoint_of_either_form_or_a_link_and_no_other_folder(tmp_path: Path) -> None:
+    last, saved = tmp_path / "saved/last.ckpt", tmp_path / "saved"
     for is_folder in (True, False, True):
         strategy = HSDPHardThresholdStrategy(threshold=0.1, replicas=2, save_distributed_checkpoint=is_folder)
         trainer = quiet_trainer(strategy, max_steps=1)
         trainer.fit(Sharded(), shard_data())
-        (tmp_path / ".last.ckpt.part").mkdir(exist_ok=True)  # of a killed save
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-        assert (tmp_path / "last.ckpt").is_dir() == is_folder
+        (saved / ".last.ckpt.part").mkdir(parents=True, exist_ok=True)  # of a killed save
+        trainer.save_checkpoint(last)
+        assert last.is_dir() == is_folder
         with pytest.raises(IsADirectoryError, match="a folder has this name"):
-            trainer.save_checkpoint(tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+            trainer.save_checkpoint(saved)
+        assert [path.name for path in saved.iterdir()] == ["last.ckpt"]
+        target = tmp_path / f"before-{len(list(tmp_path.iterdir()))}.ckpt"
+        trainer.strategy.barrier()
+        if trainer.global_rank == 0:
+            last.rename(target)
+            last.symlink_to(target)
+        trainer.strategy.barrier()
+        for _ in range(2):
+            trainer.save_checkpoint(last)
+            assert [path.name for path in saved.iterdir()] == ["last.ckpt"]
+        assert target.exists()
+        assert not last.is_symlink()
+    interrupted = patch.object(model_parallel, "_distributed_checkpoint_save", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        trainer.save_checkpoint(last)
+    trainer.strategy.barrier()
+    assert [path.name for path in saved.iterdir()] == ["last.ckpt"]

@@ -174,7 +174,9 @@ def test_an_exception_on_a_single_rank_is_shown_and_saves_nothing(tmp_path: Path
         assert started.processes[1].exitcode == 1  # not by a signal, which mismatched collectives would cause
     printed = (tmp_path / "output of 1").read_text()
     assert "this worker's own error" in printed
+    assert "lightning_sparse: rank 1 handles RuntimeError(" in printed
     assert "No checkpoint was written: rank 0 did not reach the save" in printed
+    assert "The exception above ended the training." in printed
     [last] = (tmp_path / "saved").iterdir()
     saved = torch.load(last / "meta.pt" if is_folder else last, weights_only=False)
     assert saved["global_step"] == 4
