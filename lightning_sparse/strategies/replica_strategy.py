@@ -172,7 +172,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             super().save_checkpoint(checkpoint, place, storage_options)
             self.barrier()
         except BaseException:
-            if self.local_rank == 0:
+            if self.global_rank == 0:  # which renames it first; another node could remove what it has renamed
                 shutil.rmtree(part_of(path), ignore_errors=True)
             raise
         self._on_each_node(put_in_place, path)
