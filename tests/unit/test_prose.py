@@ -94,7 +94,7 @@ def test_a_page_reads_easily(page: Path) -> None:
 def test_no_line_becomes_a_list_or_a_comment(page: Path) -> None:
     """A number with a full stop, or a percent sign, at the start of a line of a paragraph."""
     lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
-    assert not [line for line in lines if line.startswith("%")]
+    assert not [line for line in lines if line.lstrip().startswith("%")]
     assert not [
         line for before, line in pairwise(lines) if re.match(r"[A-Za-z*`(]", before) and re.match(r"\d+\. ", line)
     ]
