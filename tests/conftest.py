@@ -30,13 +30,16 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item, begun=set()):  # noqa: B006  (a cache)
-    """Mark all rows but the first of each table of tests with workers as ``full``, for ``make test-all``."""
+    """Mark ``slow`` tests, and all rows but the first of each table of tests with workers, as ``full``."""
     table = item.nodeid.partition("[")[0]
     is_first = table not in begun
     begun.add(table)
     is_unit = "unit" in item.path.parts
     if not (is_first or is_unit or item.get_closest_marker("representative")):
         item.add_marker("full")
+    if item.get_closest_marker("slow"):
+        item.add_marker("full")
+        item.add_marker("long")
     if item.get_closest_marker("cuda") and not sys.modules["torch"].cuda.is_available():
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none on this machine"))
 

@@ -48,8 +48,7 @@ def arguments_of_comparison(output):
 
 
 # Each run is a `python -m recipes fit` of its own, which starts two workers.
-@pytest.mark.full
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_comparison_runs_every_variant_once_and_draws_it(tmp_path, call):
     first = call(compare.main, *arguments_of_comparison(tmp_path))

@@ -32,7 +32,7 @@ def test_the_doctor_measures_the_link_between_workers(tmp_path: Path) -> None:
     assert "lightning_sparse" not in other  # only rank 0 prints
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.xdist_group("network")
 def test_the_doctor_finds_the_rate_of_a_shaped_link() -> None:
     if reason := NetworkLab.unavailable_reason():

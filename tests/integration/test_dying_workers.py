@@ -289,8 +289,7 @@ def die_in_a_script(place: str, way: str) -> None:
     train(ENDLESS, failure=Failure(place, way))
 
 
-@pytest.mark.full
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_error_in_the_hook_ends_whole_python_processes(tmp_path: Path) -> None:
     # Unlike processes of a fork server, a script finalizes the interpreter and its process group.
     command = [sys.executable, "-c", SCRIPT, "die_in_a_script", "hook", "raise"]
@@ -332,8 +331,7 @@ def recorded(folder: Path, num_workers: int) -> list[dict[str, Any]]:
     return [torch.load(folder / f"result of {rank}", weights_only=True) for rank in range(num_workers)]
 
 
-@pytest.mark.full
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_restarted_by_torchrun_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     straight = run_workers(train, 2, 12, process_group=False)
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), "12", "3", "7", restarts=1) as process:
@@ -365,8 +363,7 @@ def assert_whole(path: Path, num_workers: int) -> int:
     return step
 
 
-@pytest.mark.full
-@pytest.mark.long
+@pytest.mark.slow
 def test_ctrl_c_at_torchrun_ends_it_and_all_workers(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     with torchrun(2, tmp_path, "train_and_record", str(tmp_path), str(ENDLESS), "1", "-1", restarts=1) as process:

@@ -76,7 +76,7 @@ def fit_builtin(root, steps):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_local_training_learns_a_text_without_a_download(tmp_path):
     first, second = run_workers(fit_builtin, 2, str(tmp_path), 150, process_group=False)
     assert first.strategy is LocalHardThresholdStrategy

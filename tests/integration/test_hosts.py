@@ -143,7 +143,7 @@ def assert_only_time_differs(results: list[dict[str, Any]]) -> None:
         assert_equal(found["weights"], results[0]["weights"])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     with NetworkLab(hosts=2) as lab:
         variables = {FOLDER: str(tmp_path), "PYTHONPATH": environment()["PYTHONPATH"]}

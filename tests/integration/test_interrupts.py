@@ -260,7 +260,7 @@ def test_an_interrupted_run_leaves_a_correct_checkpoint(name: str, outcomes: dic
         assert saved.step == saved.global_step
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_random_faults_leave_correct_checkpoints() -> None:
     found = run_pairs(samples()).values()
     assert all(outcome.has_struck for outcome in found)

@@ -59,7 +59,10 @@ def start_script(folder: Path, strategy: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp_topk_fork", "ddp_hardthreshold_spawn", "ddp_hardthreshold"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp_topk_fork", "ddp_hardthreshold", pytest.param("ddp_hardthreshold_spawn", marks=pytest.mark.slow)],
+)
 def test_every_launched_worker_has_the_hook(strategy: str, tmp_path: Path) -> None:
     printed = output_of(SCRIPT, strategy, tmp_path)
     markers = [line for line in printed.splitlines() if line.startswith("<rank")]

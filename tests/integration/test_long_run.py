@@ -142,8 +142,7 @@ def run(steps: int, num_workers: int) -> list[tuple[list[Mark], float]]:
         return run_workers(train, num_workers, steps, folder, process_group=False, timeout=60 + 0.1 * steps)
 
 
-@pytest.mark.full
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_and_replicas_stay_constant() -> None:
     results = run(800, num_workers=3)
     for marks in zip(*(marks for marks, _ in results), strict=True):

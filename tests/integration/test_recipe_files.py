@@ -286,6 +286,7 @@ def test_a_recipe_trains_on_two_workers(folder, recipe, arguments):
     assert first["train/local_loss"] != pytest.approx(second["train/local_loss"])
 
 
+@pytest.mark.slow
 def test_the_recipe_for_one_gpu_continues_from_its_last_checkpoint(tmp_path):
     sizes = [argument for argument in SMALL[RESNET] if not argument.startswith("--trainer")]
     command = (f"--config={CONFIGS[f'{RESNET}/one_gpu']}", *sizes, "--trainer.accelerator=cpu", "--ckpt_path=last")

@@ -137,7 +137,11 @@ def _trains_all(make_optimizer: Any, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make_optimizer", "names"), [(WithoutRate, ["ddp", "accordion", "local"]), (compiled_step, ["ddp", "local"])]
+    ("make_optimizer", "names"),
+    [
+        (WithoutRate, ["ddp", "accordion", "local"]),
+        pytest.param(compiled_step, ["ddp", "local"], marks=pytest.mark.slow),
+    ],
 )
 def test_every_strategy_trains_with_an_unusual_optimizer(make_optimizer: Any, names: list[str]) -> None:
     run_workers(_trains_all, 2, make_optimizer, names, process_group=False)

@@ -58,8 +58,7 @@ def test_the_version_matches_the_changelog() -> None:
     assert find_changelog_faults("# Changelog", "0.1.0") != []
 
 
-@pytest.mark.full
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_wheel_trains_in_a_separate_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
     # The environment of the tests provides the dependencies (gigabytes).
     environment = Environment(tmp_path.resolve() / "environment", is_lent=True)

@@ -14,7 +14,11 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "files", [["distributed/test_fused_training.py"], ["unit/test_fused_threshold.py", "unit/test_fused_decode.py"]]
+    "files",
+    [
+        pytest.param(["distributed/test_fused_training.py"], marks=pytest.mark.slow),
+        ["unit/test_fused_threshold.py", "unit/test_fused_decode.py"],
+    ],
 )
 def test_kernels_pass_in_tritons_interpreter(files):
     pytest.importorskip("triton", reason="triton is not installed")
