@@ -129,8 +129,12 @@ def _entries_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _description(entry: Any) -> str:
     if isinstance(entry, Tensor):
-        octets = local(entry).cpu().contiguous().flatten().view(torch.uint8)
-        return f"a tensor of {entry.dtype}, shape {list(entry.shape)} and CRC {crc32(octets.numpy().data):08x}"
+        # The momentum of an nn.Embedding(sparse=True) is sparse.
+        parts = (entry._values(), entry._indices()) if entry.is_sparse else (local(entry),)
+        crc = 0
+        for part in parts:
+            crc = crc32(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data, crc)
+        return f"a tensor of {entry.dtype}, shape {list(entry.shape)} and CRC {crc:08x}"
     if isinstance(entry, (Mapping, list, tuple)):
         return f"a {'dict' if isinstance(entry, Mapping) else 'list'} of {len(entry)}"
     return repr(entry)

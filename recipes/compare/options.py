@@ -85,14 +85,14 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _select(variants: list[Variant], options: argparse.Namespace) -> list[Variant]:
+    if not variants:
+        raise ValueError("Got no variants. Give a --variant or a file of --variants.")
     labels = {variant.label for variant in variants} | {variant.name for variant in variants}
     if unknown := set(options.only or ()) - labels:
         known = ", ".join(repr(variant.label) for variant in variants)
         raise ValueError(f"Unknown variants {sorted(unknown)}. Use some of: {known}.")
     if options.only is not None:
         variants = [variant for variant in variants if {variant.label, variant.name} & set(options.only)]
-    if not variants:
-        raise ValueError("Got no variants. Give a --variant or a file of --variants.")
     return variants
 
 

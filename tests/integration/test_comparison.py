@@ -203,6 +203,7 @@ def test_an_invalid_file_raises(content, message, tmp_path, call, capsys):
     [
         (["--variant", "a"], "Invalid variant 'a'. Must be 'LABEL: ARGUMENTS'"),
         (["--variant", "a: --x", "--variant", "a: --y"], "['a'] are given more than once"),
+        (["--only", "b"], "Got no variants. Give a --variant"),
         (["--variant", "a: --x", "--only", "b"], "Unknown variants ['b']"),
         (["--variant", "a: --x", "--", "--seed_everything=1"], "which the comparison sets itself"),
         (["nowhere.yaml", "--variant", "a: --x"], "There is no recipe nowhere.yaml"),

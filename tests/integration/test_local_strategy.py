@@ -51,12 +51,21 @@ def local_trainer(*callbacks: Callback, every_n_steps: int = 1, **options: Any) 
     return quiet_trainer(strategy, callbacks=list(callbacks), use_distributed_sampler=False, **options)
 
 
+class WithSparseMomentum(WithEmbedding):
+    default_optimizer = staticmethod(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+
+    def __init__(self) -> None:
+        super().__init__(sparse=True)
+
+
 @on_workers(2, process_group=False)
-def test_layers_with_sparse_gradients_train() -> None:
-    model = WithEmbedding(sparse=True)
+def test_layers_with_sparse_gradients_train_and_resume(tmp_path: Path) -> None:
+    path, model, resumed = f"{tmp_path}/saved.ckpt", WithSparseMomentum(), WithSparseMomentum()
     before = model.words.weight.detach().clone()
-    local_trainer(max_steps=4).fit(model, data())
+    local_trainer(SaveAt(4, path), max_steps=8).fit(model, ResumableData(1000))
     assert not torch.equal(model.words.weight, before)
+    local_trainer(max_steps=8).fit(resumed, ResumableData(1000), ckpt_path=path)
+    assert_equal(everything_of(resumed), everything_of(model))
 
 
 def flat(module: nn.Module) -> Tensor:
