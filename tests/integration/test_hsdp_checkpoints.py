@@ -162,7 +162,11 @@ def _stop_and_resume(folder: str, names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
-    [(4, [*SETTINGS][:4]), (4, [*SETTINGS][4:]), pytest.param(8, [*OF_EIGHT], marks=pytest.mark.slow)],
+    [
+        (4, [*SETTINGS][:4]),
+        pytest.param(4, [*SETTINGS][4:], marks=pytest.mark.slow),
+        pytest.param(8, [*OF_EIGHT], marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, num_ranks: int, names: list[str]) -> None:
     results = run_ranks(_stop_and_resume, num_ranks, str(tmp_path), names)

@@ -36,7 +36,7 @@ from tests.integration.models import world_size
 THRESHOLD, LARGEST_DRIFT = 0.03, 0.02
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.xdist_group("programs of shards")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_sending_everything_equals_torchs_hsdp(name: str) -> None:
