@@ -75,6 +75,14 @@ def test_a_message_names_the_entry_and_both_values() -> None:
         require_seal(saved)
 
 
+@pytest.mark.parametrize("changed", [[0.0, 3.0], [4.0, 0.0]])
+def test_the_seal_covers_indices_and_values_of_sparse_tensors(changed: list[float]) -> None:
+    saved = sealed({"momentum": torch.tensor([3.0, 0.0]).to_sparse()})
+    require_seal(saved)
+    with pytest.raises(DamagedStateError, match="momentum is a tensor"):
+        require_seal(saved | {"momentum": torch.tensor(changed).to_sparse()})
+
+
 def test_saving_waits_less_for_workers_that_may_be_missing():
     timeouts = (None, timedelta(seconds=40), timedelta(seconds=3))
     assert [patience_of(timeout) for timeout in timeouts] == [300, 40, 3]
