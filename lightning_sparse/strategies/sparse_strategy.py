@@ -50,7 +50,8 @@ class SparseStrategy(TakesOptions):
         averagers: the averagers of this process, whose first is ``state``; empty before a ``fit``.
         sparsifier: the given sparsifier.
         step_log: exchanges of the running or last ``fit`` that are not logged yet.
-        per_layer_stats: whether to exchange statistics of layers; a callback's ``setup`` may set it, on all ranks.
+        per_layer_stats: whether the next ``fit`` exchanges statistics of layers; a callback's ``setup`` may set it, on all
+            ranks.
 
     Raises:
         ValueError: an option is invalid, or a sparse exchange does not support an argument.
@@ -87,6 +88,7 @@ class SparseStrategy(TakesOptions):
     def _begin_fit(self, state: Any) -> None:
         """Use the averager of a new ``fit``: log its exchanges, report likely problems and observe steps."""
         self.state, self.averagers = state, [state]
+        self.per_layer_stats = False  # the callbacks of a later fit ask again
         self.step_log = StepLog(state)
         self._advice = Advice(state, is_sharded=isinstance(self, ModelParallelStrategy))
         if state.observed_steps is not None:

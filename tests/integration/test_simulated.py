@@ -542,6 +542,11 @@ def test_hooks_and_monitors_see_all_workers_and_only_rank_0_prints() -> None:
     assert module.ranks == [(2, 3), (1, 3), (0, 3)] * 2
     assert module.sizes == [[5, 5]] * 4  # each validation reads both batches once
     assert module.num_calls == 2
+    trainer.callbacks.remove(monitor)
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(module, data(60, 3))
+    assert trainer.global_step == 3
+    assert not trainer.strategy.state.last_step.layers  # without the monitor
 
 
 class RandomSelector(Sparsifier):
