@@ -158,7 +158,7 @@ class DensityMonitor(StepMonitor):
         rows.append(("average density", f"{100 * self.total():.4g} %"))
         if calibration and later["steps"]:
             rows.append(("density after calibration", f"{100 * later['density'] / later['steps']:.4g} %"))
-        if self._newest is not None and self._newest.threshold is not None:
+        if self._newest is not None and self._newest.threshold is not None and not self._newest.is_calibration:
             rows.append(("threshold λ at the end", f"{self._newest.threshold:.4g}"))
         sent, dense = total["payload_bytes"], total["dense_bytes"]
         rows += [
@@ -170,7 +170,7 @@ class DensityMonitor(StepMonitor):
             rows.append(("times fewer after calibration", f"{later['dense_bytes'] / later['payload_bytes']:.1f}"))
         rows += self._times.rows()
         if layers := self._history.densest(3):
-            rows.append((f"densest layers (elements){', since the resume' * self._has_resumed}", ""))
+            rows.append((f"densest layers (parameters){', since the resume' * self._has_resumed}", ""))
         for name, size, density in layers:
             elements = f" ({size:,})"
             rows.append((f"  {shortened(name, LAYER_COLUMNS - 2 - len(elements))}{elements}", f"{100 * density:.4g} %"))

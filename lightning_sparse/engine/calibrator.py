@@ -90,7 +90,7 @@ class Calibrator:
             if self._logs:
                 rank_zero_info(
                     f"lightning_sparse: calibrated the threshold to {threshold:.6g} over {calibration.measured_steps} "
-                    f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} elements."
+                    f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} coordinates."
                 )
 
     def _report_late_calibration(self, stats: StepStats, calibration: ThresholdCalibration) -> None:

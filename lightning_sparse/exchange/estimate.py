@@ -59,7 +59,7 @@ class Estimate:
     def __str__(self) -> str:
         """Return the verdict in a few sentences."""
         sentences = [
-            f"{self.num_elements:,} elements, {self.num_workers} workers, {gbit(self.link_gbit_s)} Gbit/s each: "
+            f"{self.num_elements:,} parameters, {self.num_workers} workers, {gbit(self.link_gbit_s)} Gbit/s each: "
             f"without overlap with backward, a dense exchange takes {duration(self.dense_seconds)}, and one at a "
             f"density of {100 * self.density:g} % takes {duration(self.sparse_seconds)}."
         ]
@@ -127,7 +127,7 @@ def estimate(
     sizes = (weight.numel() * (2 if weight.is_complex() else 1) for weight in trained)
     num_elements = model if isinstance(model, int) else sum(sizes)
     if num_elements < 1:
-        raise ValueError(f"Got {num_elements} elements to exchange. Must be at least 1: check requires_grad.")
+        raise ValueError(f"Got {num_elements} parameters to exchange. Must be at least 1: check requires_grad.")
     rates = speeds(link_gbit_s, on_gpu=on_gpu)
     dense_element, sparse_element = (0.0, GPU_SPARSE_ELEMENT) if on_gpu else (CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT)
     whole = Costs(num_workers, num_elements, DTYPES[value_dtype].itemsize, sum_bytes=4)

@@ -147,14 +147,14 @@ class HardThreshold(MarkingSparsifier):
         known = [*([] if self.threshold is None else [self.threshold]), *self.layer_thresholds.values()]
         if most_steps < 2 * MIN_STEPS * MAX_RATIO:
             return (
-                f"with a hard threshold. λ takes 8 to 16 of the dtype's {most_steps} steps, so larger values "
-                "would be truncated, and residuals could grow without bound. Use 'float8', which takes as many bytes. "
+                f"with a hard threshold. The dtype has {most_steps} positive values, and λ takes 8 to 16 of them. So "
+                "larger values would be truncated, and residuals could grow. Use 'float8', which takes as many bytes. "
                 "'int8' is for ScaledIntegerRounding and StochasticRounding."
             )
         if 0.0 in known:
             return (
-                f"with {type(self).__name__} and a threshold of 0, which determines no step for small dtypes. Use "
-                "'bfloat16', or a threshold above 0."
+                f"with {type(self).__name__} and a threshold of 0. This dtype sends multiples of a fraction of the "
+                "threshold. Use 'bfloat16', or a threshold above 0."
             )
         if self.threshold is not None and self.grid_step(most_steps) is None:
             return (

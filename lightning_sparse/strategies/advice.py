@@ -66,7 +66,8 @@ class Advice:
         if num_exchanges is None:
             return
         if self._num_workers == 1 and isinstance(self._sparsifier, Dense):  # not a simulated worker
-            text = f"a single worker exchanges nothing: its {self._kind} are not sparsified."
+            alone, remedy = ("replica", " Set replicas or num_nodes to 2.") if self._is_sharded else ("worker", "")
+            text = f"a single {alone} exchanges nothing: its {self._kind} are not sparsified.{remedy}"
             self._report("alone", text, "troubleshooting")
         if self._num_workers == 1 or self._sends_all:
             return
@@ -77,15 +78,14 @@ class Advice:
         if dense_seconds < MIN_SECONDS:
             self._report(
                 "small model",
-                f"the model trains {self._num_elements:,} elements: a sparse exchange saves under 1 ms at 1 Gbit/s. "
+                f"the model trains {self._num_elements:,} parameters: a sparse exchange saves < 1 ms at 1 Gbit/s. "
                 "Prefer a dense one.",
                 "performance",
             )
         elif times_sent < MIN_SENT:
             self._report(
                 "short run",
-                f"density={density:.3g} sends each coordinate only {times_sent:.2g} times in "
-                f"{_count(num_exchanges)} exchanges. "
+                f"steps × density is only {times_sent:.2g} ({_count(num_exchanges)} exchanges, density={density:.3g}). "
                 f"Set density={_rounded_up(min(1.0, MIN_SENT / max(num_exchanges, 1))):.1g}.",
             )
         normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
@@ -166,7 +166,7 @@ class Advice:
             seen = 100 * self._selected / self._elements
             self._warn(
                 "dense",
-                f"{100 * share:.0f} % of elements were sent densely at a density of {seen:.3g} %: nothing is saved. "
+                f"{100 * share:.0f} % of coordinates were sent densely at a density of {seen:.3g} %: nothing is saved. "
                 "Set a lower density.",
             )
 

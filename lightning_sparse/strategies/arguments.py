@@ -64,7 +64,8 @@ class TakesOptions(Strategy):
 
 
 def _signature(parameters: Iterable[Parameter]) -> Signature:
-    return Signature(sorted(parameters, key=lambda parameter: parameter.kind))
+    named = [parameter for parameter in parameters if parameter.kind is not Parameter.VAR_POSITIONAL]
+    return Signature(sorted(named, key=lambda parameter: parameter.kind))
 
 
 def _classes(cls: type) -> list[type[TakesOptions]]:

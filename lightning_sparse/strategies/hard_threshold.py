@@ -19,12 +19,17 @@ class HardThresholdStrategy(SparseStrategy):
 
     Raises:
         ValueError: both threshold and density are given, or an option has a value that is not allowed.
-        TypeError: an argument is unknown.
+        TypeError: an argument is unknown or has no name.
     """
 
     _options_class: ClassVar[type] = HardThreshold
 
-    def __init__(self, *, threshold: float | None = None, density: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *unnamed: Any, threshold: float | None = None, density: float | None = None, **kwargs: Any
+    ) -> None:
+        if unnamed:
+            value = unnamed[0]
+            raise TypeError(f"Got {value!r} without a name. Write threshold={value!r} or density={value!r}.")
         if threshold is None and density is None and isinstance(self, LocalTraining):
             density = 0.01
         super().__init__(self._make_options(HardThreshold, kwargs, threshold=threshold, density=density), **kwargs)

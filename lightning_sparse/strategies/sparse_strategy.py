@@ -50,8 +50,8 @@ class SparseStrategy(TakesOptions):
         averagers: the averagers of this process, whose first is ``state``; empty before a ``fit``.
         sparsifier: the given sparsifier.
         step_log: exchanges of the running or last ``fit`` that are not logged yet.
-        per_layer_stats: whether the next ``fit`` exchanges statistics of layers; a callback's ``setup`` may set it, on all
-            ranks.
+        per_layer_stats: whether the next ``fit`` exchanges statistics of layers, the same on all ranks. Callbacks may
+            set it in ``setup``.
 
     Raises:
         ValueError: an option is invalid, or a sparse exchange does not support an argument.

@@ -28,7 +28,7 @@ def test_the_doctor_measures_the_link_between_workers(tmp_path: Path) -> None:
         text, other = running.end()
     [rate] = re.findall(r"^Link: (\S+) Gbit/s to each of 2 workers", text, re.MULTILINE)
     assert float(rate) > 0
-    assert "1,000,000 elements, 2 workers" in text
+    assert "1,000,000 parameters, 2 workers" in text
     assert "lightning_sparse" not in other  # only rank 0 prints
 
 
@@ -50,7 +50,7 @@ def test_advice_follows_from_the_link() -> None:
         "Link: 0.94 Gbit/s to each of 8 workers in an all-reduce of 26 MB; 0.3 ms for a single element"
     )
     assert "link_gbit_s=0.94" in lines[0]
-    assert lines[1].startswith("10,000,000 elements, 8 workers, 0.94 Gbit/s each")
+    assert lines[1].startswith("10,000,000 parameters, 8 workers, 0.94 Gbit/s each")
     fast = doctor.describe_link(estimate(10_000_000, num_workers=8, link_gbit_s=2437.0, on_gpu=True), 3e-5)
     assert fast.startswith("Link: 2440 Gbit/s")
     assert "Pass link_gbit_s=2400 to a strategy;" in fast

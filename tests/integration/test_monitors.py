@@ -214,7 +214,7 @@ def test_rank_0_prints_the_table_without_a_logger(per_layer: bool) -> None:
     assert rows["bytes if dense"] == f"{dense / 1000:.4g} kB"
     assert rows["times fewer"] == f"{dense / sent:.1f}"
     assert first.printed.startswith("Sparse gradient exchange\n")
-    assert ("densest layers (elements)\n" in first.printed) == per_layer
+    assert ("densest layers (parameters)\n" in first.printed) == per_layer
     layers = {name.strip(): value for name, value in rows.items() if name.endswith(")")}
     averages = {name: sum(step.layers[name].density for step in first.steps) / 6 for name in first.steps[0].layers}
     densest = sorted(averages, key=averages.get, reverse=True)[:3]
@@ -244,7 +244,7 @@ def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
     monitor.add_exchange(StepStats(**{**vars(step), "layers": {"of another model": layer}}))
     monitor._history.steps_per_column = 2
     monitor.add_exchange(step)  # for a later column
-    assert "  densest layers (elements), since the resume\n" in monitor.table()
+    assert "  densest layers (parameters), since the resume\n" in monitor.table()
     assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
     assert monitor._history.densest(1) == [("of another model", 2**40, layer.density)]
     monitor.setup(SimpleNamespace(strategy=None), None, "fit")  # another fit

@@ -112,6 +112,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     *((simulated, {"own_attributes": names}, f"Invalid own_attributes={names!r}. Must") for names in ("hidden", [1])),
     (DDP, {"threshold": 0.1, "layer_thresholds": {1: 0.1}}, "Must be λ by pattern of names, not by 1"),
     (DDP, {"threshold": 10**400}, "Must be a finite number"),
+    (lambda value: LOCAL(value), {"value": 0.01}, "Got 0.01 without a name. Write threshold=0.01 or density=0.01."),
     *((DDP, {"local_clip_norm": norm}, f"Invalid local_clip_norm={norm!r}. Must be") for norm in ("a", True)),
     *(
         (DensityMonitor, {"image_columns": size}, f"Invalid image_columns={size!r}. Must be a whole number of at least")

@@ -114,7 +114,7 @@ SITUATIONS = {
     "nothing of zero gradients": Situation([step(0, error=0.0)] * 200, [r"gradients are zero"]),
     "all of it densely": Situation(
         [step(300, dense=1.0)] * 250,
-        [r"100 % of elements were sent densely at a density of 30 %"],
+        [r"100 % of coordinates were sent densely at a density of 30 %"],
     ),
     "densely on purpose": Situation([step(1000, dense=1.0)] * 250, sparsifier=HardThreshold(threshold=0.0)),
     "densely by the control": Situation([step(1000, dense=1.0)] * 250, sparsifier=Dense()),
@@ -123,9 +123,9 @@ SITUATIONS = {
         [CALIBRATION] * 20, [r"training ended during calibration: all 20 exchanges sent everything"]
     ),
     "short": Situation(
-        [], [r"density=0.01 sends each coordinate only 1 times in 100 exchanges. Set density=0.05"], planned=100
+        [], [r"steps × density is only 1 .100 exchanges, density=0.01.. Set density=0.05"], planned=100
     ),
-    "nearly long enough": Situation([], [r"only 4.6 times in 460 exchanges. Set density=0.02"], planned=460),
+    "nearly long enough": Situation([], [r"only 4.6 .460 exchanges, .* Set density=0.02"], planned=460),
     "nobody knows how long": Situation([CALIBRATION] * 50 + [step(10)], planned=float("inf")),
     "Adam": Situation(
         [], [r"AdamW normalises gradients, .* Use 'local_hardthreshold'. See docs/local-training.md"],
@@ -152,8 +152,12 @@ SITUATIONS = {
         [CALIBRATION] * 20, ["a single worker exchanges nothing: its gradients are not sparsified"],
         optimizer=torch.optim.Adam, planned=20, workers=1, sparsifier=Dense(),
     ),
+    "one replica": Situation(
+        [], ["a single replica exchanges nothing: .* Set replicas or num_nodes to 2. See docs/troubleshooting"],
+        workers=1, sparsifier=Dense(), is_sharded=True,
+    ),
     "a small LoRA": Situation(
-        [], [r"the model trains 768 elements: .* under 1 ms .* See docs/performance.md"], trained=768, planned=60
+        [], [r"the model trains 768 parameters: .* < 1 ms .* See docs/performance.md"], trained=768, planned=60
     ),
     "a small LoRA that sends everything": Situation([], trained=768, sparsifier=HardThreshold(threshold=0.0)),
     "a small ResNet-18": Situation([], trained=176_402),

@@ -59,8 +59,8 @@ def test_estimate_counts_only_trained_parameters():
 def test_an_estimate_prints_a_verdict():
     text = str(estimate(11_173_962, num_workers=8, link_gbit_s=1, compute_seconds=0.06))
     assert text == (
-        "11,173,962 elements, 8 workers, 1 Gbit/s each: without overlap with backward, a dense exchange takes 736 ms, "
-        "and one at a density of 0.1 % takes 23.5 ms. With 60 ms of computation, a dense step takes 796 ms and a "
+        "11,173,962 parameters, 8 workers, 1 Gbit/s each: without overlap with backward, a dense exchange takes 736 "
+        "ms, and one at a density of 0.1 % takes 23.5 ms. With 60 ms of computation, a dense step takes 796 ms and a "
         "sparse step 83.5 ms. The exchange is 92 % of the dense step, and a sparse step is 9.5 times as fast. "
         "Densities above 34 % gain nothing."
     )
@@ -90,7 +90,7 @@ def test_an_estimate_prints_a_verdict():
         ({"on_gpu": "yes"}, "Invalid on_gpu='yes'. Must be True or False"),
         ({"compute_seconds": -1.0}, "Invalid compute_seconds=-1.0. Must be at least 0"),
         ({"compute_seconds": inf}, "Invalid compute_seconds=inf. Must be at least 0 and finite"),
-        ({"model": nn.ReLU()}, "Got 0 elements to exchange"),
+        ({"model": nn.ReLU()}, "Got 0 parameters to exchange"),
         ({"model": nn.LazyLinear(3)}, "The model has uninitialised layers"),
     ],
 )

@@ -83,13 +83,13 @@ def test_a_wire_of_multiples_takes_the_step_of_the_sparsifier():
     ("sparsifier", "value_dtype", "message"),
     [
         (TopK(0.1), "float8", "with TopK, which has no step for small dtypes"),
-        (HardThreshold(threshold=0.0), "float8", "a threshold of 0, which determines no step"),
+        (HardThreshold(threshold=0.0), "float8", "a threshold of 0. This dtype sends multiples"),
         (HardThreshold(threshold=0.1, layer_thresholds={"*.bias": 0.0}), "float8", "a threshold of 0"),
         (HardThreshold(threshold=1e-50), "float8", "is not a float32 number"),
         (Dense(), "float8", "with Dense and a threshold of 0"),
-        (HardThreshold(threshold=0.1), "int8", "of the dtype's 127 steps, .* Use 'float8'"),
-        (HardThreshold(density=0.1), "int8", "8 to 16 of the dtype's 127 steps"),
-        (HardThreshold(threshold=0.0), "int8", "8 to 16 of the dtype's 127 steps"),
+        (HardThreshold(threshold=0.1), "int8", "has 127 positive values.* Use 'float8'"),
+        (HardThreshold(density=0.1), "int8", "has 127 positive values, and λ takes 8 to 16"),
+        (HardThreshold(threshold=0.0), "int8", "has 127 positive values, and λ takes 8 to 16"),
         (
             HardThreshold(threshold=0.1, layer_thresholds={"bias": 1e-4}),
             "float8",
