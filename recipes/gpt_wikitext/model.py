@@ -81,8 +81,8 @@ class GPTLanguageModel(LightningModule):
         learning_rate: the rate after the warmup.
         warmup_steps: optimizer steps of linear growth, from ``learning_rate / warmup_steps``.
         weight_decay: weight decay of the optimizer.
-        optimizer: ``"adamw"``, with betas of 0.9 and 0.95, or ``"sgd"``, with a momentum of 0.9. SGD needs a larger
-            learning rate, such as 0.3.
+        optimizer: ``"adamw"`` or ``"sgd"``, which needs a larger learning rate, such as 0.3.
+        momentum: of SGD; also the first beta of AdamW, whose second is 0.95.
 
     Raises:
         ValueError: a number is out of range.
@@ -99,6 +99,7 @@ class GPTLanguageModel(LightningModule):
         warmup_steps: int = 50,
         weight_decay: float = 0.01,
         optimizer: Literal["adamw", "sgd"] = "adamw",
+        momentum: float = 0.9,
     ) -> None:
         super().__init__()
         if learning_rate <= 0:
@@ -148,12 +149,12 @@ class GPTLanguageModel(LightningModule):
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         options: dict[str, Any] = dict(self.hparams)
-        rate, decay = options["learning_rate"], options["weight_decay"]
+        rate, decay, momentum = options["learning_rate"], options["weight_decay"], options["momentum"]
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            self.parameters(), rate, betas=(0.9, 0.95), weight_decay=decay
+            self.parameters(), rate, betas=(momentum, 0.95), weight_decay=decay
         )
         if options["optimizer"] == "sgd":
-            optimizer = torch.optim.SGD(self.parameters(), rate, momentum=0.9, weight_decay=decay)
+            optimizer = torch.optim.SGD(self.parameters(), rate, momentum=momentum, weight_decay=decay)
         total, warmup = int(self.trainer.estimated_stepping_batches), options["warmup_steps"]
         return schedule_by_step(optimizer, lambda step: relative_learning_rate(step, warmup, total))
 
