@@ -4,7 +4,7 @@ import io
 import re
 import warnings
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -247,6 +247,9 @@ def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
     assert "  densest layers (parameters), since the resume\n" in monitor.table()
     assert max(map(len, monitor.table().splitlines())) <= 80, monitor.table()
     assert monitor._history.densest(1) == [("of another model", 2**40, layer.density)]
+    for is_calibration in (False, True):
+        monitor._newest = replace(step, threshold=0.1, is_calibration=is_calibration)
+        assert ("threshold λ" in monitor.table()) != is_calibration
     monitor.setup(SimpleNamespace(strategy=None), None, "fit")  # another fit
     assert not monitor._totals
     assert monitor.total() == 0
