@@ -34,7 +34,6 @@ class Averager:
     Attributes:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
         keeps_residual: whether unsent values stay in the residual.
-        averages_senders: whether a coordinate is averaged over the workers that sent it.
         workers: the workers that exchange values.
         sparsifier: this averager's copy, with the calibrated λ after calibration.
         residuals: unsent values, only of averagers of gradients.
@@ -59,7 +58,7 @@ class Averager:
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
         self.workers, self.sparsifier = engine.workers, engine.sparsifier
-        self.keeps_residual, self.averages_senders = engine.options.keeps_residual, engine.options.averages_senders
+        self.keeps_residual = engine.options.keeps_residual
         self.place = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
         if isinstance(engine.sparsifier, HardThreshold):
             warn_of_patterns(engine.sparsifier.layer_thresholds, names)

@@ -19,8 +19,6 @@ STEPS_BEFORE_WARNING = 200
 """Exchanges before the share of dense elements is checked; also consecutive empty exchanges before a warning."""
 MIN_SENT = 5.0
 """The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
-MOST_BETA = 0.9
-"""The first beta of Adam that is too large for a mean over senders, which adds momentum (docs/local-training.md)."""
 MIN_SECONDS = 1e-3
 """The time of a dense exchange at 1 Gbit/s, without latency, below which a sparse exchange saves almost nothing."""
 NORMALISING = re.compile(
@@ -48,7 +46,6 @@ class Advice:
         self._kind, self._keeps_residual, self._is_sharded = averager.kind, averager.keeps_residual, is_sharded
         self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         self._sparsifier = averager.sparsifier
-        self._averages_senders = averager.averages_senders
         self._is_watching = False
         if self._num_workers > 1:
             averager.subscribe(self.add)
@@ -99,12 +96,6 @@ class Advice:
                 f"'local_{'hsdp_' if self._is_sharded else ''}hardthreshold'.",
                 "big-models" if self._is_sharded else "local-training",
             )
-        adams = [optimizer for optimizer in optimizers if "adam" in type(optimizer).__name__.lower()]
-        groups = [group for optimizer in adams for group in optimizer.param_groups if group.get("betas")]
-        beta = max((float(group["betas"][0]) for group in groups), default=0.0)
-        if self._averages_senders and beta >= MOST_BETA:
-            text = f"Adam's first beta is {beta:.3g}. With drift, 0.5 trained better."
-            self._report("beta", text, "local-training")
 
     @property
     def _sends_all(self) -> bool:

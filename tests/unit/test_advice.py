@@ -4,7 +4,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +52,6 @@ class Situation:
         expected: a pattern for each expected message.
         planned: number of exchanges to come.
         keeps_residual: whether error feedback is on.
-        averages_senders: whether averages are over senders.
         trained: number of elements that the model trains.
         searched: exchanges of an earlier search that used the same objects.
     """
@@ -67,7 +65,6 @@ class Situation:
     planned: float | None = 10_000
     workers: int = WORKERS
     keeps_residual: bool = True
-    averages_senders: bool = False
     trained: int = 1_000_000
     searched: list[StepStats] = field(default_factory=list)
 
@@ -141,15 +138,7 @@ SITUATIONS = {
         [], [r"Use 'local_hsdp_hardthreshold'. See docs/big-models.md"],
         optimizer=torch.optim.Adam, is_sharded=True,
     ),
-    "Adam on drifts over workers": Situation([], optimizer=torch.optim.AdamW, kind="drifts"),
-    "Adam on drifts over senders": Situation(
-        [], [r"Adam's first beta is 0.9. With drift, 0.5 trained better. See docs/local-training.md"],
-        optimizer=torch.optim.AdamW, kind="drifts", averages_senders=True,
-    ),
-    "Adam with less momentum": Situation(
-        [], optimizer=partial(torch.optim.Adam, betas=(0.5, 0.999)), kind="drifts", averages_senders=True
-    ),
-    "Adafactor on drifts": Situation([], optimizer=torch.optim.Adafactor, kind="drifts", averages_senders=True),
+    "Adam on drifts": Situation([], optimizer=torch.optim.AdamW, kind="drifts"),
     "Adam with everything sent": Situation([], optimizer=torch.optim.Adam, sparsifier=HardThreshold(threshold=0.0)),
     "layers that never send": Situation(
         [step(10, layers={"a": (5, 1.0), "b": (0, 2.0), "c": (0, 0.0)})] * 600,
@@ -185,7 +174,6 @@ def listen(situation: Situation) -> list[str]:
         num_elements=situation.trained,
         kind=situation.kind,
         keeps_residual=situation.keeps_residual,
-        averages_senders=situation.averages_senders,
         subscribe=subscribers.append,
     )
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -238,7 +226,6 @@ EXTREMES = [
         for sparsifier in (_calibrated(TINY, λ), HardThreshold(threshold=λ))
     ),
     Situation([step(0, error=0.0)] * 200, sparsifier=_calibrated(TINY, TINY), keeps_residual=False),
-    Situation([], optimizer=partial(torch.optim.Adam, betas=(0.98765, 0.999)), kind="drifts", averages_senders=True),
     Situation([replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200),
     Situation([step(100, layers={LONG_NAME + str(number): (0, HUGE) for number in range(1234)})] * 600),
     Situation([CALIBRATION] * 1234, sparsifier=HardThreshold(density=0.01)),
@@ -255,7 +242,7 @@ def test_a_message_has_at_most_120_characters_and_a_link():
             assert (PROJECT / link).is_file()
         kinds |= advice_module._reported
     assert kinds == set(re.findall(r'self\._(?:report|warn)\(\s*"([a-z ]+)"', inspect.getsource(Advice)))
-    assert len(kinds) == 9
+    assert len(kinds) == 8
 
 
 def _optimizer(name: str, **defaults: Any) -> torch.optim.Optimizer:
