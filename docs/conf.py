@@ -31,7 +31,7 @@ NAVIGATION = {
         "gpus",
     ],
     "Concepts": ["how-it-works", "theory"],
-    "Evidence": ["results", "results-appendix", "paper", "performance", "reliability"],
+    "Evidence": ["results", "results-appendix", "tried", "paper", "performance", "reliability"],
     "Reference": ["troubleshooting", "reference"],
     "Contributing": ["contributing", "architecture", "changelog"],
 }
