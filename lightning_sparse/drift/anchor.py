@@ -1,10 +1,9 @@
 """The anchor, which all workers share, and its outer optimizer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from lightning.fabric.utilities import rank_zero_warn
@@ -170,35 +169,3 @@ def load_outer(
 
 def _kind_of(outer: Optimizer | None) -> str | None:
     return None if outer is None else type(outer).__qualname__
-
-
-_owners: WeakSet["WeightOwnership"] = WeakSet()
-
-
-class WeightOwnership:
-    """Allows an averager to step until it is closed or loses weights to another averager."""
-
-    def __init__(self) -> None:
-        self._why_not: str | None = None
-        # Not weak references to weights, because torch refuses to move a sharded module with weak references.
-        self._ids: set[int] = set()
-        _owners.add(self)
-
-    def take(self, weights: Iterable[Tensor]) -> None:
-        """Take an averager's weights, which it keeps alive; previous owners must not step."""
-        self._ids = set(map(id, weights))
-        for owner in _owners:
-            if owner is not self and not owner._ids.isdisjoint(self._ids):
-                owner._why_not = (
-                    "A newer averager has the same weights, and the two would undo each other's work. Make only one "
-                    "averager for a model, or call step() of the newest."
-                )
-
-    def close(self) -> None:
-        """Forbid all further steps."""
-        self._why_not = "The averager was closed, so later drifts would not be exchanged. Make a new averager."
-
-    def require(self) -> None:
-        """Raise RuntimeError if the averager must not step."""
-        if self._why_not is not None:
-            raise RuntimeError(self._why_not)

@@ -129,18 +129,15 @@ class SparseModelAverager(Averager):
         """The module's parameters by name."""
         return dict(self._module.named_parameters())
 
-    @property
-    def is_exchanging(self) -> bool:  # type: ignore[override]
-        """Whether an exchange is changing weights or was interrupted."""
-        return self.exchange.is_changing
-
     def own_metrics(self) -> dict[str, float]:
         """Return metrics that are logged in addition to `StepStats`."""
         return {"sparse/largest_drift": self.exchange.largest_drift} | super().own_metrics()
 
     def close(self) -> None:
         """Destroy the averager's groups."""
-        self.exchange.ownership.close()
+        self.exchange.why_closed = (
+            "The averager was closed, so later drifts would not be exchanged. Make a new averager."
+        )
         self.observed_steps.close()
         self._engine.exchange.close()
         self.save_barrier.close()
@@ -156,15 +153,18 @@ class SparseModelAverager(Averager):
                 was closed, or the last exchange was interrupted, or a newer averager has the same weights.
         """
         self._prepare()
-        self.exchange.ownership.require()
+        if self.exchange.why_closed is not None:
+            raise RuntimeError(self.exchange.why_closed)
         if self.shared.is_loaded:
             raise RuntimeError(LOST_STEP)
-        if self.exchange.is_changing:
+        if self.is_exchanging:
             raise RuntimeError("An exception interrupted an exchange of drifts. Call load_state_dict() or reset().")
         self.observed_steps.averager_stepped()
         self.num_steps += 1
         if self.num_steps % self.options.every_n_steps == 0:
+            self.is_exchanging = True
             self.exchange.run()
+            self.is_exchanging = False
 
     def _prepare(self) -> None:
         """Do nothing; subclasses free gathered parameters."""
@@ -240,7 +240,8 @@ class SparseModelAverager(Averager):
         self._engine.reset()
         self.epoch = None
         self.shared.own = {}
-        self.exchange.restart()
+        self.exchange.restart(was_interrupted=self.is_exchanging)
+        self.is_exchanging = False
         self.num_steps = 0
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.drift.anchor import AnchorBucket, DriftBucket, WeightOwnership, load_outer, outer_state
+from lightning_sparse.drift.anchor import AnchorBucket, DriftBucket, load_outer, outer_state
 from lightning_sparse.drift.untrained_tensors import UntrainedTensors, differing, fingerprints
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
@@ -18,6 +19,8 @@ from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.exchange.agreement import ignored_names
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import Residual
+
+_exchanges: WeakSet["DriftExchange"] = WeakSet()
 
 
 class DriftExchange:
@@ -31,8 +34,7 @@ class DriftExchange:
         anchored: the anchored parameters by name.
         outer: moves the anchors; None subtracts the average.
         untrained: the module's other tensors.
-        ownership: allows or forbids steps on the anchored parameters.
-        is_changing: whether an exchange is changing weights or was interrupted.
+        why_closed: the reason why no more drifts may be exchanged; None if they may.
         largest_drift: the largest distance of any worker's weight from the anchor before the last exchange.
     """
 
@@ -42,8 +44,8 @@ class DriftExchange:
         self.anchored: dict[str, Tensor] = {}
         self.outer: torch.optim.Optimizer | None = None
         self.untrained = UntrainedTensors(module)
-        self.ownership = WeightOwnership()
-        self.is_changing = False
+        self.why_closed: str | None = None
+        _exchanges.add(self)
         self.largest_drift = 0.0
         self._module, self._engine, self._replica = module, engine, replica
         self._compared: dict[str, Tensor] = {}
@@ -56,7 +58,7 @@ class DriftExchange:
         Raises:
             RuntimeError: an anchored parameter was replaced, renamed or removed.
         """
-        self.is_changing, exchanged = True, list[DriftBucket]()
+        exchanged: list[DriftBucket] = []
         self.anchor_new()
         self._engine.begin()
         self._engine.add_all(self._forming(exchanged))
@@ -77,7 +79,6 @@ class DriftExchange:
                 bucket.subtract(drift.average)
         gradient_bytes = sum(bucket.gradient_bytes for bucket in self.buckets)
         self._engine.end_step(dense_bytes=self.options.every_n_steps * gradient_bytes)
-        self.is_changing = False
 
     def _forming(self, formed: list[DriftBucket]) -> Iterator[DriftBucket]:
         # Only under these conditions can compiled functions keep unsent values in the weights.
@@ -119,12 +120,11 @@ class DriftExchange:
             self.outer.step()
             self.outer.zero_grad()
 
-    def restart(self) -> None:
+    def restart(self, *, was_interrupted: bool) -> None:
         """Make the current weights the anchor, and discard all history. Not collective."""
-        if self.is_changing:
+        if was_interrupted:
             for bucket in self.buckets:
                 bucket.drift = torch.zeros_like(bucket.drift)  # collectives may still write to the old tensors
-        self.is_changing = False
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             if not self.options.keep_drift:
@@ -207,7 +207,13 @@ class DriftExchange:
         if self.anchored and not is_shared:
             self._engine.workers.average([local(parameter) for parameter in parameters.values()])
         self.anchored |= parameters
-        self.ownership.take(self.anchored.values())
+        own = set(map(id, self.anchored.values()))  # torch refuses to move a sharded module with weak references
+        for other in _exchanges:
+            if other is not self and not own.isdisjoint(map(id, other.anchored.values())):
+                other.why_closed = (
+                    "A newer averager has the same weights, and the two would undo each other's work. Make only one "
+                    "averager for a model, or call step() of the newest."
+                )
         new = bucketed(AnchorBucket, parameters, len(self.buckets), kept_dtype)
         self.buckets += new
         if self.options.outer_optimizer is not None:

@@ -20,12 +20,7 @@ LOST_STEP = (
 
 
 class ObservedSteps(ParameterStepObserver):
-    """Rejects lost steps, and warns about missing calls unless a strategy calls ``averager.step()`` in ``on_step``.
-
-    Args:
-        observed: the parameters.
-        shared: knows whether the module has the mean of all workers' weights.
-    """
+    """Rejects lost steps, and warns about missing calls unless a strategy calls ``averager.step()`` in ``on_step``."""
 
     def __init__(self, observed: Iterable[Tensor], shared: SharedWeights) -> None:
         super().__init__(observed, "local-training")

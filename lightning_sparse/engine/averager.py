@@ -47,6 +47,8 @@ class Averager:
     kind: ClassVar[str]
     residuals: ResidualMemory
     is_exchanging = False
+    has_own_state = True
+    """Whether any worker can have unsent values; the same on all workers."""
     epoch: int | None = None
     replica = Workers(None, 0, 1)
     observed_steps: ParameterStepObserver | None = None
@@ -179,11 +181,6 @@ class Averager:
     def progress(self) -> object:
         """A value that is equal on all workers after the same number of steps."""
         return self._engine.next_step
-
-    @property
-    def has_own_state(self) -> bool:
-        """Whether any worker can have unsent values; the same on all workers."""
-        return True
 
     def obstacles(self) -> list[str]:
         """Return reasons why a checkpoint cannot hold this worker's tensors now."""

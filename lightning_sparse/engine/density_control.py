@@ -118,13 +118,7 @@ class DensityControl:
     squared_error: float = -1.0
 
     def corrected(
-        self,
-        threshold: float,
-        stats: LayerStats,
-        pace: float,
-        *,
-        keeps_residual: bool = True,
-        overshoot: float = 0.0,
+        self, threshold: float, stats: LayerStats, pace: float, *, keeps_residual: bool = True, overshoot: float = 0.0
     ) -> float:
         """Return λ for the next step.
 
@@ -146,7 +140,9 @@ class DensityControl:
             return threshold
         seen = stats.density / self.density
         self.recent += (seen - self.recent) * pace / RECENT_STEPS
-        if keeps_residual and seen < 1 and is_all_sent(stats, self.density, overshoot * threshold):
+        # Residuals of κ λ, which sent values leave, do not count. Else λ would fall forever if the density is too high.
+        left_by_sent = self.density * stats.num_elements * (overshoot * threshold) ** 2
+        if keeps_residual and seen < 1 and stats.squared_error <= left_by_sent:
             return threshold
         most = LOG_AIM * HORIZON / pace
         self.owed = min(most, self.owed + 1 - seen)  # bounded, so that a long deficit is not sent at once
@@ -155,20 +151,6 @@ class DensityControl:
         excess = log(max(1.0, min(self.recent, seen) / EXCESS_FACTOR))
         change = GAIN * pace * max(-LOG_RATIO, min(LOG_RATIO, off)) + EXCESS_GAIN * min(LOG_RATIO, excess)
         return max(SMALLEST, min(LARGEST, threshold * exp(change)))
-
-
-def is_all_sent(stats: LayerStats, density: float, excess: float) -> bool:
-    """Return whether the residual is too small for a smaller λ to send more.
-
-    With overshoot, a sent value leaves a residual of κ λ. Such residuals are ignored, up to the number that the density
-    allows. Otherwise λ would fall forever if the density cannot be reached.
-
-    Args:
-        stats: the statistics of a step, or of a layer in a step.
-        density: the target density.
-        excess: κ λ; without overshoot, every residual must be zero.
-    """
-    return stats.squared_error <= density * stats.num_elements * excess**2
 
 
 def share_of_layer(density: float, num_elements: int) -> float:

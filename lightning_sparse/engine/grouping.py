@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_sparse.exchange.workers import as_real as as_real
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 BUCKET_ELEMENTS = 25 * 2**18
@@ -31,11 +32,6 @@ def require_one_device(tensors: Mapping[str, Tensor]) -> None:
 def kept_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of a tensor's residual: float64 for double precision, else float32."""
     return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return a view with real numbers; complex tensors get a last dimension of two."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def real_numel(tensor: Tensor) -> int:
@@ -138,9 +134,7 @@ def bucketed(
     names_of_buckets = [names for runs in groups.values() for names in runs]
     return [
         kind(
-            index,
-            LayerLayout(tuple(names), tuple(sizes[name] for name in names)),
-            [parameters[name] for name in names],
+            index, LayerLayout(tuple(names), tuple(sizes[name] for name in names)), [parameters[name] for name in names]
         )
         for index, names in enumerate(names_of_buckets, first_index)
     ]

@@ -48,6 +48,10 @@ class ExchangeOptions:
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
     link_gbit_s: float | None = None
+    keeps_residual: ClassVar[bool] = True
+    """Whether unsent values stay in the residual."""
+    averages_senders: ClassVar[bool] = False
+    """Whether the average of a coordinate is over the workers that sent it, instead of all."""
     why_no_overshoot: ClassVar[str | None] = None
     """The reason why sent values must not exceed the residual, None if they may."""
     why_no_sparse_sums: ClassVar[str | None] = None
@@ -70,16 +74,6 @@ class ExchangeOptions:
             raise ValueError(f"Got {overshoot=} {no_overshoot}. Use overshoot=0.")
         if self.exchange == "sparse_sums" and no_sums is not None:
             raise ValueError(f"Got exchange='sparse_sums' {no_sums}. Use exchange='auto'.")
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether unsent values stay in the residual."""
-        return True
-
-    @property
-    def averages_senders(self) -> bool:
-        """Whether the average of a coordinate is over the workers that sent it, instead of all."""
-        return False
 
     def __post_init__(self) -> None:
         require_word("value_dtype", self.value_dtype, get_args(ValueDtype))
@@ -118,7 +112,7 @@ class GradientOptions(ExchangeOptions):
             raise ValueError(f"Invalid local_clip_norm={norm!r}. Must be a finite number above 0, or None to not clip.")
 
     @property
-    def keeps_residual(self) -> bool:
+    def keeps_residual(self) -> bool:  # type: ignore[override]
         """Whether unsent values stay in the residual."""
         return self.error_feedback != "none"
 
@@ -176,7 +170,7 @@ class DriftOptions(ExchangeOptions):
             )
 
     @property
-    def averages_senders(self) -> bool:
+    def averages_senders(self) -> bool:  # type: ignore[override]
         """Whether the average of a coordinate is over the workers that sent it, instead of all."""
         return self.average_over == "senders"
 

@@ -27,10 +27,6 @@ def gather_objects(local_value: _T, group: dist.ProcessGroup | None = None) -> l
 def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Raise on every worker if settings or versions differ. Collective: every worker calls this at set-up.
 
-    Args:
-        settings: plain values by name.
-        group: the process group; None is the default group.
-
     Raises:
         RuntimeError: names the settings that differ, the first ten of them, with the value of each rank.
     """

@@ -163,16 +163,12 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
     return Nodes(new_workers(group, inside, f"{name}/inside"), new_workers(group, between, f"{name}/between"))
 
 
-def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def replica_mesh(device_type: str, *shape: int) -> DeviceMesh:
     """Return a mesh of all ranks, the same mesh for the same arguments. Every rank of the world calls this.
 
     Its groups have the world's timeout. ``init_device_mesh`` would give them torch's default of half an hour.
-
-    Args:
-        device_type: type of its devices.
-        shape: number of ranks along each dimension; the first dimension is that of replicas.
-        names: names of the dimensions.
     """
+    names = ("replicate", "data_parallel", "tensor_parallel")
 
     def make() -> DeviceMesh:
         ranks = torch.arange(dist.get_world_size()).view(shape)
@@ -185,7 +181,7 @@ def replica_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
             groups.append(new_group(None, ranks[index].tolist(), name, is_serial=dimension > 0))
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
-    return _once((device_type, shape, names), make)
+    return _once((device_type, shape), make)
 
 
 def replica_workers(between: dist.ProcessGroup) -> Workers:

@@ -97,7 +97,7 @@ class _ThreadWorker(Workers):
             return [*parts] if self.rank == 0 else []
 
     @property
-    def needs_averages(self) -> bool:
+    def needs_averages(self) -> bool:  # type: ignore[override]
         return self.rank == 0
 
     @cached_property

@@ -44,9 +44,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 class SaveBarrier:
     """Synchronises the workers of an exchange before a save. Every worker creates it at set-up. Collective.
 
-    Args:
-        workers: all workers of the exchange.
-
     Attributes:
         is_saving: whether this worker gathers state for a checkpoint.
     """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ SECONDS_AT_EXIT = 0.1
 _abandoned: list[list[tuple[dist.Work, int | None]]] = []
 """Works of interrupted exchanges, with a few small objects and their payloads for each. Their messages still arrive, so
 that they do not block later messages on the same connections."""
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a view with real numbers; complex tensors get a last dimension of two."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class LostWorkerError(RuntimeError):
@@ -95,6 +100,8 @@ class Workers:
     group: dist.ProcessGroup | None
     rank: int
     num_workers: int
+    needs_averages: ClassVar[bool] = True
+    """Whether this worker reads averages of payloads; simulated workers read those of rank 0."""
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         """Start gathering parts of shape (m,) into out, of shape (n · m,), in rank order. Collective."""
@@ -123,7 +130,7 @@ class Workers:
         """Replace floating-point or complex tensors by their mean, the same bits on all workers. Collective."""
         if self.num_workers == 1:
             return
-        filled = [tensor for tensor in _as_real(tensors) if tensor.numel()]  # torch 2.8 loses empty shapes
+        filled = [*map(as_real, filter(Tensor.numel, tensors))]  # torch 2.8 loses empty shapes
         for batch in _take_tensors(filled, MESSAGE_BYTES):  # type: ignore[no-untyped-call]
             flat = torch.cat([tensor.flatten() for tensor in batch])
             flat = flat if flat.dtype == torch.float64 else flat.float()
@@ -135,7 +142,7 @@ class Workers:
         """Replace tensors by those of rank 0. Collective."""
         group = self.group or dist.group.WORLD
         if self.num_workers > 1 and group is not None:
-            _sync_params_and_buffers(group, _as_real(tensors), MESSAGE_BYTES, src=0)
+            _sync_params_and_buffers(group, [*map(as_real, tensors)], MESSAGE_BYTES, src=0)
 
     def gather_numbers(self, numbers: Sequence[float], device: torch.device) -> Tensor:
         """Return all workers' numbers in rank order: float64, shape (n, numbers), on the CPU. Collective.
@@ -172,11 +179,6 @@ class Workers:
                     self._send_or_receive(part, source)
                 objects.append(torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=True))
         return objects
-
-    @property
-    def needs_averages(self) -> bool:
-        """Whether this worker reads averages of payloads; simulated workers read those of rank 0."""
-        return True
 
     @property
     def message_device(self) -> torch.device:
@@ -261,7 +263,3 @@ def wait_for_threads_at_exit() -> None:
     (pytorch/pytorch#190489).
     """
     atexit.register(time.sleep, SECONDS_AT_EXIT)
-
-
-def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

@@ -31,7 +31,7 @@ from lightning_sparse.exchange.buffers import numbers_on_device
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.averaged_steps import AveragedStepObserver
-from lightning_sparse.selection.bucket import FlatBucket, Residual
+from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
@@ -150,9 +150,7 @@ class ShardExchange(Averager):
                 }
                 is_last = bucket is self._buckets[-1]
                 notes = numbers_on_device(tuple(name in gradients for name in bucket.layout.names), self.device)
-                exchanged.append(
-                    _bucket_of_copies(bucket, gradients, self._residual(bucket), is_last=is_last, notes=notes)
-                )
+                exchanged.append(_bucket_of_copies(bucket, gradients, self.residuals, is_last=is_last, notes=notes))
                 yield exchanged[-1]
 
         self._engine.add_all(filled())
@@ -168,9 +166,6 @@ class ShardExchange(Averager):
         self._buckets += bucketed(ParameterBucket, new, len(self._buckets), lambda parameter: parameter.dtype)
         self._taken |= new.keys()
 
-    def _residual(self, bucket: ParameterBucket) -> Residual:
-        return self.residuals.bucket(bucket.index, bucket.layout, local(bucket.parameters[0]))
-
     # Saved state.
 
     @property
@@ -181,15 +176,16 @@ class ShardExchange(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this rank's state, with residuals of all bucketed parameters. Not collective."""
         for bucket in self._buckets:
-            self._residual(bucket)  # new ones are zero
+            self.residuals.bucket(bucket.index, bucket.layout, local(bucket.parameters[0]))  # new ones are zero
         return super().snapshot(workers)
 
 
 def _bucket_of_copies(
-    bucket: ParameterBucket, gradients: Mapping[str, Tensor], residual: Residual, *, is_last: bool, notes: Tensor
+    bucket: ParameterBucket, gradients: Mapping[str, Tensor], residuals: ResidualMemory, *, is_last: bool, notes: Tensor
 ) -> FlatBucket:
     """Return a bucket with copies of the gradients of this rank's shards; leaves other parameters out."""
     first = local(bucket.parameters[0])
+    residual = residuals.bucket(bucket.index, bucket.layout, first)
     flat = torch.empty(bucket.layout.num_elements, dtype=first.dtype.to_real(), device=first.device)
     parts = dict(zip(bucket.layout.names, bucket.shaped_parts(flat), strict=True))
     if gradients:

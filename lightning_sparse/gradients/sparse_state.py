@@ -125,7 +125,7 @@ class SparseState(Averager):
         self.pending_gradients.commit_all()
 
     @property
-    def has_own_state(self) -> bool:
+    def has_own_state(self) -> bool:  # type: ignore[override]
         """Whether any residual can be nonzero on any worker; false within the first step."""
         has_exchanged = self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_consistent
         return self.keeps_residual and has_exchanged

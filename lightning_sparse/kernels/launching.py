@@ -59,10 +59,6 @@ def warm_up(device: torch.device, run: Callable[[], None]) -> None:
     """Build kernels before training by launching them; do nothing without kernels.
 
     If a kernel cannot be built, this worker warns and uses tensor operations, which give the same bits and take longer.
-
-    Args:
-        device: device of the kernels.
-        run: launches all kernels of the training on scratch memory.
     """
     if is_available(device):
         _run_or_disable(device, run)

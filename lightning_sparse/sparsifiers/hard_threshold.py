@@ -88,11 +88,8 @@ class HardThreshold(MarkingSparsifier):
                 f"Got both {threshold=} and {density=}. Give one: a threshold stays constant, and calibration turns a "
                 "density into a threshold."
             )
-        for_density = {
-            "granularity='layer'": granularity == "layer",
-            "calibration_steps": calibration_steps is not None,
-        }
-        for name, is_given in for_density.items():
+        given = {"granularity='layer'": granularity == "layer", "calibration_steps": calibration_steps is not None}
+        for name, is_given in given.items():
             if is_given and threshold is not None:
                 raise ValueError(
                     f"Got {name} and {threshold=}. {name} needs a density. Leave it out (null in YAML), or give "

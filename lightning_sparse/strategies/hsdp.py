@@ -90,10 +90,8 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     runs its own optimizer. Every ``every_n_steps`` optimizer steps, replicas exchange the drifts of their weights from
     the shared anchor. See `ShardModelAverager`; write a model as for `SparseHSDPStrategy`.
 
-    Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the replicas' weights.
-
-    Logs the metrics of `SparseLocalStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
-    is that of the whole model, or of a whole layer. A number of coordinates, as in `TopK`, is per shard.
+    Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the replicas' weights. Logs the
+    metrics of `SparseLocalStrategy`, over all shards; see `SparseHSDPStrategy` for their scope.
 
     Attributes:
         state: the `ShardModelAverager` of the running or last ``fit``, None before.

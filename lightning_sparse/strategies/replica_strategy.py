@@ -75,8 +75,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             )
         self._setup_distributed()
         self._data_parallel_size = shards
-        names = ("replicate", "data_parallel", "tensor_parallel")
-        self._device_mesh = replica_mesh(self.root_device.type, (replicas, shards, tensor), names)
+        self._device_mesh = replica_mesh(self.root_device.type, replicas, shards, tensor)
         self._module._device_mesh = self._device_mesh
 
     @property

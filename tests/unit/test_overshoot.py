@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
 from lightning_sparse.engine.calibrator import Calibrator
-from lightning_sparse.engine.density_control import ThresholdCalibration, is_all_sent
+from lightning_sparse.engine.density_control import DensityControl, ThresholdCalibration
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.bucket import keep_residual
@@ -62,14 +62,14 @@ def test_calibration_takes_the_overshoot_into_account():
     assert thresholds[1] == pytest.approx(thresholds[0] / 0.8)
 
 
-def test_residuals_of_sent_values_do_not_count_as_unsent():
-    def layer(squared_error):
-        return LayerStats(1, 1000, 10, squared_error)
-
-    assert is_all_sent(layer(0.0), 0.01, 0.0)
-    assert not is_all_sent(layer(1e-30), 0.01, 0.0)
-    assert is_all_sent(layer(10 * 0.5**2), 0.01, 0.5)
-    assert not is_all_sent(layer(11 * 0.5**2), 0.01, 0.5)
+@pytest.mark.parametrize(
+    ("squared_error", "overshoot", "is_all_sent"),
+    [(0.0, 0.0, True), (1e-30, 0.0, False), (10 * 0.5**2, 0.5, True), (11 * 0.5**2, 0.5, False)],
+)
+def test_residuals_of_sent_values_do_not_count_as_unsent(squared_error, overshoot, is_all_sent):
+    stats = LayerStats(1, 1000, 1, squared_error)  # too few coordinates of a target of ten
+    threshold = DensityControl(0.01).corrected(1.0, stats, 1.0, overshoot=overshoot)
+    assert threshold == 1 if is_all_sent else threshold < 1
 
 
 def test_the_density_stays_at_its_target():

@@ -21,6 +21,7 @@ from lightning_sparse.sparsifiers.protocol import Selection
 
 TILE = 1024
 """Coordinates per iteration, 4 for each of 256 threads. At a density of 1 %, a block has 655 per worker."""
+_DECODE = {"BLOCK": BLOCK_ELEMENTS, "TILE": TILE, "num_warps": 8, "enable_fp_fusion": False}
 
 
 def average(
@@ -127,10 +128,6 @@ def decode(
         add_payloads,
         (payload_format.num_blocks, num_slices),
         *(out, senders, quotients, ends, values, offsets, len(rows) // num_slices, values.numel(), *strides),
-        payload_format.num_elements,
-        payload_format.wire.scale,
-        BLOCK=BLOCK_ELEMENTS,
-        TILE=TILE,
-        num_warps=8,
-        enable_fp_fusion=False,
+        *(payload_format.num_elements, payload_format.wire.scale),
+        **_DECODE,
     )

@@ -73,11 +73,6 @@ def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False
     slower link, buckets above a density of 10 % become dense too early, but no step is much slower than in plain DDP.
     GPU: about 100 bytes of memory traffic per coordinate, 60 µs of the host per launch, Python and operators included,
     and 4 µs for each payload's chain of reads (docs/performance.md).
-
-    Args:
-        link_gbit_s: the rate of a worker's link, in one direction.
-        on_gpu: whether tensors are on a GPU.
-        is_one_node: whether all workers share a node.
     """
     if on_gpu:
         link = link_gbit_s or (INSIDE_GBIT_S if is_one_node else BETWEEN_GBIT_S)

@@ -82,11 +82,6 @@ def make_worker_loaders(trainer: Trainer, as_worker: AsWorker, num_workers: int)
     Lightning first calls ``train_dataloader`` once, as the only worker, and discards the result. If that call draws
     random numbers, as ``random_split`` does, data differ from those of processes: give it a generator with a seed.
 
-    Args:
-        trainer: runs the fit.
-        as_worker: returns a context with the rank and random numbers of a worker.
-        num_workers: n.
-
     Raises:
         ValueError: ``train_dataloader`` returns several loaders, or the same iterator for several workers.
     """

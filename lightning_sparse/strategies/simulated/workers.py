@@ -18,13 +18,7 @@ from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 
 class SimulatedWorker(Averager):
-    """A worker: its engine and its residuals.
-
-    Args:
-        engine: the worker's engine, which communicates with threads of this process.
-        parameters: trained parameters by name.
-        local_clip_norm: see ``GradientOptions``.
-    """
+    """A worker: its residuals and its engine, which communicates with threads of this process."""
 
     kind = "gradients"
 
