@@ -11,8 +11,10 @@ from lightning_sparse.engine.step_stats import StepStats
 MAX_SAMPLES = 1000
 """Number of newest exchanges of each kind in a median."""
 MIN_SAMPLES = 2
-LIKE = 1.1
-"""Steps whose times differ by less than this factor count as equally long."""
+LIKE, LIKE_FEW = 1.1, 2.0
+"""Steps whose times differ by less than the first factor count as equally long. With fewer than ``FEW`` dense steps, a
+difference below the second factor says nothing."""
+FEW = 10
 DENSE, SPARSE, WAIT = "sparse/median_dense_step_ms", "sparse/median_step_ms", "sparse/median_wait_ms"
 LABELS = {DENSE: "median dense step", SPARSE: "median sparse step", WAIT: "  waited for the exchange"}
 """The rows of the table, by the names under which medians are logged."""
@@ -77,7 +79,9 @@ class StepTimes:
         milliseconds = self.scalars()
         if not milliseconds.keys() >= {DENSE, SPARSE}:
             return None
-        dense, sparse = milliseconds[DENSE], milliseconds[SPARSE]
+        dense, sparse, count = milliseconds[DENSE], milliseconds[SPARSE], len(self._seconds[DENSE])
+        if count < FEW and max(dense, sparse) < LIKE_FEW * min(dense, sparse):
+            return f"Only {count} dense steps were timed, too few to compare: see a run with 'ddp'."
         if dense > LIKE * sparse:
             return f"A sparse step is {dense / sparse:.2g} times as fast as a dense one."
         if sparse > LIKE * dense:

@@ -40,15 +40,27 @@ def test_dense_and_sparse_steps_have_separate_medians(monkeypatch: Any) -> None:
     assert times.verdict() == "A sparse step is 3 times as fast as a dense one."
 
 
+LEVEL = "Communication is not the bottleneck: sparse and dense steps take equally long."
+SLOWER = "A sparse step takes longer than a dense one: compare a run with 'ddp'."
+UNKNOWN = "Only 3 dense steps were timed, too few to compare: see a run with 'ddp'."
+
+
 @pytest.mark.parametrize(
-    ("dense", "sparse", "verdict"),
+    ("count", "dense", "sparse", "verdict"),
     [
-        (0.1, 0.1, "Communication is not the bottleneck: sparse and dense steps take equally long."),
-        (0.1, 0.2, "A sparse step takes longer than a dense one: compare a run with 'ddp'."),
+        (3, 0.19, 0.1, UNKNOWN),
+        (3, 0.1, 0.19, UNKNOWN),
+        (3, 0.1, 0.21, SLOWER),
+        (3, 0.3, 0.1, "A sparse step is 3 times as fast as a dense one."),
+        (10, 0.1, 0.1, LEVEL),
+        (10, 0.1, 0.12, SLOWER),
+        (10, 0.12, 0.1, "A sparse step is 1.2 times as fast as a dense one."),
     ],
 )
-def test_the_verdict_names_a_missing_gain(monkeypatch: Any, dense: float, sparse: float, verdict: str) -> None:
-    intervals = [(True, 1.0), *[(True, dense)] * 3, *[(False, sparse)] * 3]
+def test_the_verdict_needs_a_large_difference_or_many_steps(
+    monkeypatch: Any, count: int, dense: float, sparse: float, verdict: str
+) -> None:
+    intervals = [(True, 1.0), *[(True, dense)] * count, *[(False, sparse)] * 3]
     assert measured(monkeypatch, intervals).verdict() == verdict
 
 
