@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +108,12 @@ def _check_variants(variants: list[Variant], common: Sequence[str]) -> None:
                 raise ValueError(
                     f"Got {argument!r}, which the comparison sets itself. Use --seeds, --output or another recipe."
                 )
+    for argument, variant in product(common, variants):
+        if any(argument.startswith(f"{own.partition('=')[0]}.") for own in variant.arguments):
+            raise ValueError(
+                f"Got {argument!r} for all runs, which the class of the variant {variant.label!r} would discard. Add "
+                "it to the variant, after the class."
+            )
 
 
 def _duplicates(values: Sequence[Any]) -> list[Any]:

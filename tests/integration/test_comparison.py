@@ -206,6 +206,7 @@ def test_an_invalid_file_raises(content, message, tmp_path, call, capsys):
         (["--only", "b"], "Got no variants. Give a --variant"),
         (["--variant", "a: --x", "--only", "b"], "Unknown variants ['b']"),
         (["--variant", "a: --x", "--", "--seed_everything=1"], "which the comparison sets itself"),
+        (["--variant", "a: --x.y=B", "--", "--x.y.z=1"], "which the class of the variant 'a' would discard"),
         (["nowhere.yaml", "--variant", "a: --x"], "There is no recipe nowhere.yaml"),
     ],
 )
