@@ -81,7 +81,7 @@ class StepTimes:
             return None
         dense, sparse, count = milliseconds[DENSE], milliseconds[SPARSE], len(self._seconds[DENSE])
         if count < FEW and max(dense, sparse) < LIKE_FEW * min(dense, sparse):
-            return f"Only {count} dense steps were timed, too few to compare: see a run with 'ddp'."
+            return f"Only {count} dense steps were timed: compare a run with 'ddp'."
         if dense > LIKE * sparse:
             return f"A sparse step is {dense / sparse:.2g} times as fast as a dense one."
         if sparse > LIKE * dense:

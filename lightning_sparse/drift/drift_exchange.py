@@ -21,6 +21,7 @@ from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import Residual
 
 _exchanges: WeakSet["DriftExchange"] = WeakSet()
+"""All exchanges of this process. Of those with the same weights, only the newest may run."""
 
 
 class DriftExchange:
