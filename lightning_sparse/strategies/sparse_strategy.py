@@ -68,6 +68,9 @@ class SparseStrategy(TakesOptions):
         require_sparsifier(sparsifier)
         require_word("worker_state", worker_state, get_args(WorkerState))
         self._options.validate(sparsifier)
+        timeout = kwargs.get("timeout")
+        if timeout is not None and not isinstance(timeout, timedelta):  # torch would raise at the start of fit
+            raise TypeError(f"Invalid {timeout=}. Must be a duration, such as datetime.timedelta(seconds=300).")
         kwargs = self._lightning_arguments(kwargs)
         super().__init__(**kwargs)
         self.sparsifier = sparsifier

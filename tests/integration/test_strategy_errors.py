@@ -90,6 +90,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (LOCAL, {"overshoot": 0.5}, "Got overshoot=0.5 for drifts, which gained nothing from it in tests. Use overshoot=0"),
     (DDP, {"overshoot": 0.5, "error_feedback": "none"}, "Got overshoot=0.5 with error_feedback='none'"),
     (LOCAL, {"every_n_steps": 2.5}, "whole number"),
+    *((make, {"timeout": 300}, "Invalid timeout=300. Must be a duration") for make in (DDP, LOCAL, HSDP, LOCAL_HSDP)),
     *((make, {"replicas": 0}, "Invalid replicas=0") for make in (HSDP, LOCAL_HSDP)),
     (HSDP, {"replicas": "all"}, 'whole number of at least 1 or "auto"'),
     (HSDP, {"tensor_parallel_size": "auto"}, "Invalid tensor_parallel_size='auto'"),
