@@ -41,7 +41,7 @@ def format_mean(values: Sequence[float], digits: int) -> str:
 
 
 def format_grid_table(grid: Grid, grid_metrics: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
-    """Return a Markdown table of the metric at each grid value, with the best in bold."""
+    """Return a Markdown table of the metric at each grid value, with the best in bold, and advice for best ends."""
     of_seeds = f"{'seed' if len(seeds) == 1 else 'mean of seeds'} {', '.join(map(str, seeds))}"
     lines = [
         f"| {metric} by {grid.argument}, {of_seeds} | {' | '.join(grid.values)} |",
@@ -51,6 +51,9 @@ def format_grid_table(grid: Grid, grid_metrics: dict[str, dict[str, float]], met
         best = grid.best(metrics)
         cells = [f"**{metric:.4f}**" if value == best else f"{metric:.4f}" for value, metric in metrics.items()]
         lines.append(f"| {_cell(label)} | {' | '.join(cells)} |")
+    ends = {grid.values[0], grid.values[-1]} if len(grid.values) > 1 else set()
+    if at_end := [repr(label) for label, metrics in grid_metrics.items() if grid.best(metrics) in ends]:
+        lines.append(f"\nThe best value for {', '.join(at_end)} is the first or last of the grid. Extend the grid.")
     return "\n".join(lines)
 
 

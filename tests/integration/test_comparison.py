@@ -107,7 +107,11 @@ def test_a_grid_takes_the_best_run_that_did_not_diverge(mode, best):
     assert grid == Grid("model.learning_rate", ["0.01", "0.1", "1"], mode)
     metrics = {"1": float("nan"), "0.01": 1.5, "0.1": 2.0}
     assert grid.best(metrics) == best
-    first, _, last = format_grid_table(grid, {"dense": dict(sorted(metrics.items()))}, "loss", [1, 2]).splitlines()
+    table = format_grid_table(grid, {"dense": dict(sorted(metrics.items()))}, "loss", [1, 2])
+    first, _, last, *advice = table.splitlines()
+    assert "".join(advice) == (
+        "" if mode == "max" else "The best value for 'dense' is the first or last of the grid. Extend the grid."
+    )
     assert first == "| loss by model.learning_rate, mean of seeds 1, 2 | 0.01 | 0.1 | 1 |"
     assert last == f"| dense | {'**1.5000** | 2.0000' if mode == 'min' else '1.5000 | **2.0000**'} | nan |"
 
