@@ -41,7 +41,7 @@ def format_mean(values: Sequence[float], digits: int) -> str:
 
 
 def format_grid_table(grid: Grid, grid_metrics: dict[str, dict[str, float]], metric: str, seeds: list[int]) -> str:
-    """Return a Markdown table of the metric at each grid value, with the best in bold, and advice for best ends."""
+    """Return a Markdown table of the metric at each grid value, and advice if a best value is at an end of the grid."""
     of_seeds = f"{'seed' if len(seeds) == 1 else 'mean of seeds'} {', '.join(map(str, seeds))}"
     lines = [
         f"| {metric} by {grid.argument}, {of_seeds} | {' | '.join(grid.values)} |",
