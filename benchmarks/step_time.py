@@ -21,7 +21,8 @@ without a rate limit, after a message. With more hosts than cores, workers share
     hard_threshold_ρ      lightning_sparse with HardThreshold and the λ that gives a density of ρ in the timed steps;
                           ρ = 1 is λ = 0, which sends every coordinate
     drift_ρ               local training, which exchanges drifts of density ρ after the step. With _every_8, drifts of
-                          density 8 ρ after every eighth step; the time is then the mean of eight steps
+                          density 8 ρ after every eighth step; the time is then the mean of eight steps. With _float8,
+                          values are sent in float8
 
 Each method has its own model with equal initial weights. The methods take turns in the same processes: each round is an
 untimed step, a barrier, then the timed steps. A step draws a random batch and runs forward, backward with the exchange,
@@ -54,7 +55,7 @@ RATES = ["200mbit", "1gbit", "10gbit", UNSHAPED]
 MODELS = ["resnet18", "lstm", "neumf", "gpt"]
 FLOOR, POWER_SGD = "floor", "powersgd_4"
 HARD_THRESHOLDS = ["hard_threshold_0.01", "hard_threshold_0.001", "hard_threshold_0.0001", "hard_threshold_1"]
-DRIFTS = ["drift_0.001", "drift_0.001_every_8"]
+DRIFTS = ["drift_0.01", "drift_0.02_float8", "drift_0.001", "drift_0.001_every_8"]
 METHODS = [FLOOR, "ddp_idle", "ddp_fp32", "ddp_bf16", POWER_SGD, "top_k_0.001", *HARD_THRESHOLDS, *DRIFTS]
 DENSITY_TOLERANCE = 0.15
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_TOP_PAD_": "67108864"}
@@ -153,7 +154,7 @@ def show(model: str, rate: str, results: dict[str, Any], options: argparse.Names
         cells += [] if options.exchange_only else [f"{result['ratio']:.3f}"]
         if "density" in result:
             density = result["density"]["mean"]
-            density_of, _, every = method.partition("_every_")
+            density_of, _, every = method.removesuffix("_float8").partition("_every_")
             target = float(density_of.rpartition("_")[2]) * int(every or 1)
             cells.append(f"{density:.4%}{'' if abs(density / target - 1) <= DENSITY_TOLERANCE else '!'}")
             cells.append(f"{result['payload_bytes']['median']:,.0f}")
@@ -187,7 +188,7 @@ def parse() -> argparse.Namespace:
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"Unknown models {sorted(unknown)}. Must be some of {', '.join(MODELS)}.")
     pattern = "|".join(
-        [*METHODS[:5], r"(top_k|hard_threshold|overshoot)_\d+(\.\d+)?", r"drift_\d+(\.\d+)?(_every_\d+)?"]
+        [*METHODS[:5], r"(top_k|hard_threshold|overshoot)_\d+(\.\d+)?", r"drift_\d+(\.\d+)?(_every_\d+)?(_float8)?"]
     )
     if unknown := {method for method in options.methods if not re.fullmatch(pattern, method)}:
         parser.error(f"Unknown methods {sorted(unknown)}. Must be some of {', '.join(METHODS)}, overshoot_0.001.")

@@ -36,7 +36,7 @@ from lightning_sparse import (
 )
 
 HARD_THRESHOLD, OVERSHOOT = "hard_threshold_", "overshoot_"
-DRIFT = "drift_"
+DRIFT, FLOAT8 = "drift_", "_float8"
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; PowerSGD starts with the third
 STEPS_PER_CORRECTION, MAX_CORRECTIONS, DENSITY_TOLERANCE = 6, 16, 0.07
 LEARNING_RATE = 1e-3  # small, so that gradients and the density at a constant λ hardly change
@@ -94,11 +94,12 @@ def build_model(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
 def parse_drift(method: str) -> tuple[bool, float, int]:
     """Return whether a method is local training, the density of its exchanges and the steps between them.
 
-    ``drift_0.001_every_8`` sends as much as ``drift_0.001``, in an eighth of the exchanges.
+    ``drift_0.001_every_8`` sends as much as ``drift_0.001``, in an eighth of the exchanges. ``_float8`` at the end is
+    the dtype of values.
     """
     if not method.startswith(DRIFT):
         return False, 0.0, 1
-    density, _, every = method.removeprefix(DRIFT).partition("_every_")
+    density, _, every = method.removeprefix(DRIFT).removesuffix(FLOAT8).partition("_every_")
     return True, float(density) * int(every or 1), int(every or 1)
 
 
@@ -224,8 +225,9 @@ class LocalTraining(Training):
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
         _, _, self.every = parse_drift(method)
-        options = DriftOptions(every_n_steps=self.every)
-        self.state = SparseModelAverager(self.module, HardThreshold(threshold=0.0), options)
+        is_float8 = method.endswith(FLOAT8)  # needs a λ above 0, also before tuning
+        options = DriftOptions(every_n_steps=self.every, value_dtype="float8" if is_float8 else "float32")
+        self.state = SparseModelAverager(self.module, HardThreshold(threshold=float(is_float8)), options)
         self.logged = []
         self.seconds, self.collectives, self.page_faults = [], [], []
 

@@ -16,12 +16,14 @@ from tests.integration.unwatched_workers import printed_by, run_script, workers
 from tests.markdown import PROJECT
 
 EXAMPLES = PROJECT / "docs" / "examples"
-NUM_WORKERS = {"local_training.py": 2, "with_fabric.py": 2, "sharded.py": 4, "sharded_local.py": 4}
-WITH_TORCHRUN = pytest.param("plain_ddp.py", 0, marks=pytest.mark.slow)
+QUICK = [("local_training.py", 2), ("with_fabric.py", 2), ("sharded_local.py", 4)]
+SLOW = [("sharded.py", 4), ("plain_ddp.py", 0)]  # 0 starts the command in the header
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("script", "num_workers"), [*NUM_WORKERS.items(), WITH_TORCHRUN])
+@pytest.mark.parametrize(
+    ("script", "num_workers"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+)
 def test_an_example_learns_with_few_coordinates(script, num_workers, tmp_path):
     if not num_workers:  # its header's command
         torchrun = re.search(r"torchrun (.*) docs/examples", (EXAMPLES / script).read_text()).group(1)

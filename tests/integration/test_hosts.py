@@ -167,7 +167,7 @@ def test_torchrun_trains_the_recipe_on_two_hosts(tmp_path: Path) -> None:
     assert any((tmp_path / "lightning_logs").rglob("events*"))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_link_that_fails_for_seconds_costs_only_time(tmp_path: Path) -> None:
     def steps_made() -> int:
         files = [tmp_path / str(rank) for rank in range(2)]

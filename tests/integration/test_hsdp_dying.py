@@ -95,7 +95,7 @@ def uninterrupted(kind: Any) -> Any:
         return run_ranks(train, 4, folder, kind)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [3, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "place"), [(GRADIENTS, "forward"), (GRADIENTS, "backward"), (GRADIENTS, "exchange"), (DRIFTS, "exchange")]
 )

@@ -85,7 +85,7 @@ def _train_logged(name: str, folder: str) -> Any:
     }
 
 
-@pytest.mark.parametrize("name", LOGGED)
+@pytest.mark.parametrize("name", ["drifts", pytest.param("gradients", marks=pytest.mark.slow)])
 def test_the_density_is_reached_and_all_numbers_are_logged(name: str, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     results = run_ranks(_train_logged, 4, name, str(tmp_path))
