@@ -44,10 +44,8 @@ from tests.workers import of_all_workers
 
 THRESHOLDS = {GRADIENTS: 0.03, DRIFTS: 0.02}
 OUTER_ADAM = partial(torch.optim.Adam, lr=0.01)
-in_both_forms = pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
-in_a_file_slowly = pytest.mark.parametrize(
-    "is_folder", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["folder", "file"]
-)
+FORMS = [True, pytest.param(False, marks=pytest.mark.slow)]
+in_both_forms = pytest.mark.parametrize("is_folder", FORMS, ids=["folder", "file"])
 
 
 class WithBuffers(WithAdam):
@@ -213,13 +211,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.xdist_group("checkpoints of shards")
 @pytest.mark.parametrize(
     ("is_folder", "num_ranks", "replicas"),
-    [
-        (True, 6, 2),
-        (False, 2, 2),
-        (True, 3, 3),
-        (False, 2, 1),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(True, 2, 2), (False, 3, 3)]),
-    ],
+    [(True, 6, 2), (False, 2, 2), (True, 3, 3), (False, 2, 1)],
 )
 def test_other_numbers_of_shards_or_replicas_resume(saved: Any, is_folder: bool, num_ranks: int, replicas: int) -> None:
     folder, before = saved(is_folder)
@@ -242,7 +234,7 @@ def test_other_numbers_of_shards_or_replicas_resume(saved: Any, is_folder: bool,
                     torch.testing.assert_close(start["shared"]["anchor"], mean["weights"], rtol=0, atol=1e-15)
 
 
-@in_a_file_slowly
+@in_both_forms
 @on_ranks(4)
 def test_a_small_checkpoint_has_the_mean_weights_and_no_residuals(tmp_path: Path, is_folder: bool) -> None:
     for name, replicas in (*((name, 2) for name in WRITTEN), ("gradients", 4)):
@@ -448,7 +440,7 @@ def test_lightnings_own_strategy_reads_the_model(tmp_path: Path) -> None:
         assert_equal(whole_weights(model), expected)
 
 
-@in_a_file_slowly
+@in_both_forms
 @on_ranks(4)
 def test_a_sparsifier_resumes_its_history_of_each_ranks_shards(tmp_path: Path, is_folder: bool) -> None:
     for make in (SparseHSDPStrategy, SparseLocalHSDPStrategy):
