@@ -11,8 +11,10 @@ All strategies write the same fields under one key, plain containers and tensors
     numbers         ``Snapshot.numbers``; None if no state could be saved
     histories       ``Snapshot.history`` of every rank of a replica
     shared          ``Snapshot.shared``, whole tensors
-    workers         ``Snapshot.own`` of every worker, whole tensors; a single entry for their mean
-    extras          for every rank of a replica, a list of every worker's ``Snapshot.extra``
+    workers         ``Snapshot.own`` of every worker, whole tensors, and with shards its optimizer states; a single
+                    entry for their mean
+    extras          for every rank of a replica, a list of every worker's ``Snapshot.extra``, with its optimizer and
+                    precision states if workers have their own
     files           CRC-32 of the files in the folder ``FOLDER``, which then holds ``shared`` and ``workers``
     why_incomplete  the reason why requested tensors are missing, None if they are not
     seal            see ``lightning_sparse.engine.snapshot``

@@ -39,7 +39,7 @@ def restore(
 
     Args:
         averagers: this process's averagers, between two steps; several only for simulated workers.
-        content: the result of ``collect``, from this strategy or another; None if the checkpoint has no such content.
+        content: the sealed result of ``collect``, from this strategy or another; None if the checkpoint has none.
         path: of the checkpoint.
         module: the module of sharded optimizers.
         optimizers: sharded optimizers, whose states the content holds for each replica.

@@ -158,9 +158,9 @@ def collect(
     of_workers = workers.gather_objects_to_first((unsent_norm(kept.get("unsent", {})), copied(extras)))
     if workers.rank == 0:
         of_ranks = replica.gather_objects_to_first(of_workers)
-        norms = [norm for of_workers in of_ranks for norm, _ in of_workers]
+        norms = [norm for of_rank in of_ranks for norm, _ in of_rank]
         content["unsent_norm"] = hypot(*norms) / sqrt(num_workers) or None
-        content["extras"] = [[extras for _, extras in of_workers] for of_workers in of_ranks]
+        content["extras"] = [[of_worker for _, of_worker in of_rank] for of_rank in of_ranks]
     shared, own = _like_parameters(averager, snapshot.shared), _like_parameters(averager, kept)
     own |= {OPTIMIZERS: optimizers} if optimizers else {}
     if folder is not None:

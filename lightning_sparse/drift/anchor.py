@@ -40,7 +40,7 @@ class AnchorBucket(ParameterBucket):
         self.read(self.anchor)
 
     @cached_property
-    def kept(self) -> Tensor:
+    def unsent(self) -> Tensor:
         """Unsent values, for exchanges that do not keep them in the weights."""
         return self.zeros()
 
@@ -93,8 +93,8 @@ class DriftBucket(FlatBucket):
     def form(self) -> None:
         self.weights = None
         torch.sub(self.anchored.anchor, self.anchored.read(self.gradient), out=self.gradient)
-        kept = self.anchored.kept.mul_(self.decay) if self.decay else self.anchored.kept.zero_()
-        self.residual = Residual(kept, kept)
+        unsent = self.anchored.unsent.mul_(self.decay) if self.decay else self.anchored.unsent.zero_()
+        self.residual = Residual(unsent, unsent)
         assert self.notes is not None
         self.notes[0] = _largest(self.gradient)
 

@@ -195,7 +195,7 @@ class SparseModelAverager(Averager):
         self._prepare()
         snapshot = self._engine.snapshot()
         snapshot.shared, numbers = self.exchange.state()
-        unsent = snapshot.shared.pop("kept", {})
+        unsent = snapshot.shared.pop("unsent", {})
         snapshot.numbers |= {"num_steps": self.num_steps} | numbers
         saved = self.shared.weights() | self.exchange.untrained.changed(workers) | self.shared.own
         parameters = self.parameters
@@ -221,8 +221,8 @@ class SparseModelAverager(Averager):
         self.num_steps = snapshot.numbers["num_steps"]
         self.exchange.anchor_layout(snapshot.numbers["layout"])
         saved, unsent = snapshot.own.get("weights", {}), snapshot.own.get("unsent", {})
-        kept = {} if self.options.keep_drift else {"kept": unsent}
-        self.exchange.load(snapshot.shared | kept, snapshot.numbers["outer"])
+        tensors = snapshot.shared if self.options.keep_drift else snapshot.shared | {"unsent": unsent}
+        self.exchange.load(tensors, snapshot.numbers["outer"])
         weights: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             part = local(parameter)

@@ -75,7 +75,7 @@ class DriftExchange:
             bucket = drift.anchored
             if drift.weights is None:
                 is_kept = self.options.keep_drift
-                bucket.write(torch.sub(bucket.anchor, bucket.kept, out=bucket.drift) if is_kept else bucket.anchor)
+                bucket.write(torch.sub(bucket.anchor, bucket.unsent, out=bucket.drift) if is_kept else bucket.anchor)
             elif not drift.has_moved:
                 bucket.subtract(drift.average)
         gradient_bytes = sum(bucket.gradient_bytes for bucket in self.buckets)
@@ -129,7 +129,7 @@ class DriftExchange:
         for bucket in self.buckets:
             bucket.read(bucket.anchor)
             if not self.options.keep_drift:
-                bucket.kept.zero_()
+                bucket.unsent.zero_()
         if self.outer is not None:
             self.outer.state.clear()
 
@@ -143,7 +143,7 @@ class DriftExchange:
 
     def _views(self) -> Tensors:
         """Return flat parts of all buckets' tensors by kind and name, in the order of indices."""
-        views: Tensors = {kind: {} for kind in (["anchor"] if self.options.keep_drift else ["anchor", "kept"])}
+        views: Tensors = {kind: {} for kind in (["anchor"] if self.options.keep_drift else ["anchor", "unsent"])}
         for kind, by_name in views.items():
             for bucket in self.buckets:
                 by_name |= bucket.by_name(getattr(bucket, kind))

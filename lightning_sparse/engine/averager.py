@@ -20,9 +20,6 @@ from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 
-INTERRUPTED = "it was saved in the middle of an exchange, which an exception interrupted"
-"""Why a checkpoint lacks tensors of workers."""
-
 
 class Averager:
     """The base class of all averagers, which pass buckets to an engine.
@@ -35,7 +32,7 @@ class Averager:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
         keeps_residual: whether unsent values stay in the residual.
         workers: the workers that exchange values.
-        sparsifier: this averager's copy, with the calibrated λ after calibration.
+        sparsifier: the engine's.
         residuals: unsent values, only of averagers of gradients.
         is_exchanging: whether an exchange is running or was interrupted.
         epoch: the epoch of the last ``begin_epoch``; None if unknown.
@@ -184,7 +181,7 @@ class Averager:
 
     def obstacles(self) -> list[str]:
         """Return reasons why a checkpoint cannot hold this worker's tensors now."""
-        return [INTERRUPTED] if self.is_exchanging else []
+        return ["it was saved in the middle of an exchange, which an exception interrupted"] * self.is_exchanging
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which this worker continues exactly.

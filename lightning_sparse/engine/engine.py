@@ -53,7 +53,9 @@ class Engine:
         ValueError: the options do not support the sparsifier's values.
 
     Attributes:
-        sparsifier: the engine's copy, with the calibrated λ after calibration.
+        sparsifier: the engine's copy, with the calibrated λ; `Dense` for a group of one worker.
+        options: the options; for a group of one worker without a ``value_dtype``.
+        per_layer_stats: whether headers hold numbers of every layer.
         workers: the workers that exchange values.
         exchange: routes payloads between the workers.
         calibrator: sets λ.
@@ -80,9 +82,9 @@ class Engine:
         self.workers = self.exchange.workers
         # As text, because a checkpoint may not support the types in a custom sparsifier's settings.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
-        self._saved_sparsifier = self.sparsifier = copy.deepcopy(sparsifier)
+        self._given_sparsifier = self.sparsifier = copy.deepcopy(sparsifier)
         calibrator_of = partial(Calibrator, logs=self.workers.rank == 0, keeps_residual=options.keeps_residual)
-        self._saved_calibrator = self.calibrator = calibrator_of(self.sparsifier)
+        self._given_calibrator = self.calibrator = calibrator_of(self.sparsifier)
         if workers is None and self.workers.num_workers == 1 and self.exchange.has_shortcut:  # nothing to exchange
             # Checkpoints still contain the given sparsifier's λ and history, for a resume on several workers.
             self.sparsifier, options = Dense(), replace(options, value_dtype="float32")
@@ -202,14 +204,14 @@ class Engine:
 
     def set_threshold(self, threshold: float) -> Mapping[str, Any]:
         """Set λ from the next step on, and return the numbers that change."""
-        self._saved_calibrator.set_threshold(threshold)
-        return self._saved_calibrator.state_dict()
+        self._given_calibrator.set_threshold(threshold)
+        return self._given_calibrator.state_dict()
 
     def reset(self) -> None:
         """Return to the state before the first step."""
-        self._saved_calibrator.begin()
+        self._given_calibrator.begin()
         self.exchange.load_state_dict({})
-        self._saved_sparsifier.load_state_dict({})
+        self._given_sparsifier.load_state_dict({})
         self.last_step = None
         self.next_step = 0
 
@@ -217,7 +219,7 @@ class Engine:
         """Return the current numbers for a later ``snapshot``. Cheap enough for every step."""
         return {
             "settings": self._settings,
-            **self._saved_calibrator.state_dict(),
+            **self._given_calibrator.state_dict(),
             "last_step": self.last_step,
             "next_step": self.next_step,
             "exchange": self.exchange.state_dict(),
@@ -228,9 +230,9 @@ class Engine:
         numbers = dict(self.numbers() if committed is None else committed)
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))
-        sparsifier: object = self._saved_sparsifier.state_dict(numbers["next_step"])
+        sparsifier: object = self._given_sparsifier.state_dict(numbers["next_step"])
         if other := type(sparsifier).__name__ if not isinstance(sparsifier, dict) else not_plain(sparsifier):
-            name = type(self._saved_sparsifier).__name__
+            name = type(self._given_sparsifier).__name__
             raise TypeError(f"{name}.state_dict returned {other}. Return a dict of plain values.")
         history = {"exchange": numbers.pop("exchange"), "sparsifier": sparsifier}
         return Snapshot(numbers, history)
@@ -243,8 +245,8 @@ class Engine:
         """
         saved, history = snapshot.numbers, snapshot.history
         if saved["settings"] == self._settings:
-            self._saved_calibrator.load_state_dict(saved)
-            self._saved_sparsifier.load_state_dict(history.get("sparsifier", {}))
+            self._given_calibrator.load_state_dict(saved)
+            self._given_sparsifier.load_state_dict(history.get("sparsifier", {}))
         elif self.workers.rank == 0:
             log_other_settings(self._settings, saved["settings"])
         self.last_step = None if saved["last_step"] is None else StepStats(**saved["last_step"])

@@ -56,15 +56,15 @@ class PendingGradients(StepObserver):
     Attributes:
         pending: names of parameters for which a backward of this worker is pending.
         is_stepping: whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS).
-        on_step: called after every step on these parameters, with the names of parameters for which any worker had a
-            gradient; the same on all workers.
-        on_drop: called after a roll-back with the names of the parameters without a gradient.
+        step_receivers: called after every step on these parameters, with the names of parameters for which any worker
+            had a gradient; the same on all workers.
+        drop_receivers: called after a roll-back with the names of the parameters without a gradient.
     """
 
     def __init__(self, parameters: Mapping[Tensor, str], *memories: ResidualMemory | LastLearningRates) -> None:
         self.is_stepping = False
-        self.on_step: list[Callable[[set[str]], None]] = []
-        self.on_drop: list[Callable[[set[str]], None]] = []
+        self.step_receivers: list[Callable[[set[str]], None]] = []
+        self.drop_receivers: list[Callable[[set[str]], None]] = []
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._memories = memories
         self.pending: set[str] = set()
@@ -213,7 +213,7 @@ class PendingGradients(StepObserver):
         if not gone:
             return
         self._change(gone, commits=False)
-        for call in self.on_drop:
+        for call in self.drop_receivers:
             call(gone)
         if not self.progress and not self.is_stepping:
             self._rolled_back_without_a_step += 1
@@ -276,7 +276,7 @@ class PendingGradients(StepObserver):
                 f"{STEPS_BEFORE_WARNING} steps ({listed}). Their gradients accumulate, count in the density and in "
                 "Top-k, and make resumes inexact. Freeze them, requires_grad_(False), or pass them to an optimizer."
             )
-        for call in self.on_step:
+        for call in self.step_receivers:
             call(names)
 
     def _change(self, names: set[str], *, commits: bool) -> None:

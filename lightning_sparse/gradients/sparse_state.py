@@ -85,8 +85,7 @@ class SparseState(Averager):
         self._has_reported_dropped = False
         self._rates = LastLearningRates(parameter_names)
         self._rescales = options.error_feedback == "learning_rate"
-        memories = (self.residuals, self._rates) if self._rescales else (self.residuals,)
-        self.pending_gradients = PendingGradients(parameter_names, *memories)
+        self.pending_gradients = PendingGradients(parameter_names, self.residuals, self._rates)
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
         self._is_moving = self._is_closed = False
@@ -95,8 +94,8 @@ class SparseState(Averager):
         self._unused: set[str] = set()
         self._bucket_names: list[tuple[str, ...]] = []
         self._note_numbers()
-        self.pending_gradients.on_step.append(weak_method(self._count_step))
-        self.pending_gradients.on_drop.append(weak_method(self._report_dropped))
+        self.pending_gradients.step_receivers.append(weak_method(self._count_step))
+        self.pending_gradients.drop_receivers.append(weak_method(self._report_dropped))
 
     def warm_up(self, *, is_scaled: bool) -> None:
         """Compile the kernels of all steps; see ``lightning_sparse.engine.warmup``."""
@@ -218,7 +217,7 @@ class SparseState(Averager):
         """Add a bucket to the engine, or all buckets of a step to clip or survey them."""
         if self.options.local_clip_norm is not None:
             clip_norm(buckets, self.options.local_clip_norm)
-        for bucket in buckets if self._rescales else ():
+        for bucket in buckets:
             self._rates.rescale(bucket)
         self._engine.add_all(buckets)
 
@@ -238,8 +237,7 @@ class SparseState(Averager):
         self._bucket_names = [layout.names for layout in layouts]
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._unused)
-        if self._rescales:
-            self._rates.commit(self._unused - self.pending_gradients.pending)
+        self._rates.commit(self._unused - self.pending_gradients.pending)
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()

@@ -62,9 +62,11 @@ STEP_NUMBERS = (
     StepNumber("threshold", logged="threshold"),
 )
 """Every number of a step. A new number needs a row here and a field in `StepStats`, with a default because checkpoints
-hold `StepStats`. If headers hold it, it also needs a field in ``LocalNumbers`` and three places that measure it:
-``Extraction._numbers`` for tensors, ``native.c`` with ``Extraction._fill_natively``, and ``kernels/threshold.py``. The
-kernel takes the number's place in the header as a constant, from ``_WALK`` in ``fused_threshold.py``."""
+hold `StepStats`. A rule other than sum and mean needs a branch in ``combined``. If headers hold the number, it also
+needs a field in ``LocalNumbers`` and three places that measure it: ``Extraction._numbers`` for tensors, ``native.c``
+with ``Extraction._fill_natively``, and ``kernels/threshold.py``. There, ``walk_block`` writes it for a block if
+``_WALK`` in ``fused_threshold.py`` names it. ``summarise`` gets the places of all numbers of the header, so it needs a
+parameter for the new one, and must store it."""
 HEADER = tuple(number for number in STEP_NUMBERS if number.in_header)
 LAYER_HEADER = tuple(number for number in HEADER if number.per_layer)
 SLOTS = {number.name: slot for slot, number in enumerate(HEADER)}

@@ -15,8 +15,8 @@ from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import target_density
 
-STEPS_BEFORE_WARNING = 200
-"""Exchanges before the share of dense elements is checked; also consecutive empty exchanges before a warning."""
+EXCHANGES_BEFORE_WARNING = 200
+"""Exchanges before the share of dense elements is checked; also consecutive exchanges without a sent value."""
 MIN_SENT = 5.0
 """The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
 MIN_SECONDS = 1e-3
@@ -40,13 +40,14 @@ class Advice:
     Args:
         averager: the averager of the fit; exchanges of a single worker are ignored.
         is_sharded: whether the strategy is for sharded replicas.
+        is_dense_by_choice: whether the user chose the dense route.
     """
 
-    def __init__(self, averager: Averager, *, is_sharded: bool) -> None:
+    def __init__(self, averager: Averager, *, is_sharded: bool, is_dense_by_choice: bool) -> None:
         self._kind, self._keeps_residual, self._is_sharded = averager.kind, averager.keeps_residual, is_sharded
         self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
         self._sparsifier = averager.sparsifier
-        self._is_watching = False
+        self._is_dense_by_choice, self._is_watching = is_dense_by_choice, False
         if self._num_workers > 1:
             averager.subscribe(self.add)
 
@@ -118,9 +119,9 @@ class Advice:
         self._silent = 0 if stats.selected else self._silent + 1
         if self._silent == 1:
             self._silent_since = stats.squared_error
-        if self._silent == STEPS_BEFORE_WARNING:
+        if self._silent == EXCHANGES_BEFORE_WARNING:
             self._report_nothing_sent(stats)
-        elif self._steps >= STEPS_BEFORE_WARNING:
+        elif self._steps >= EXCHANGES_BEFORE_WARNING:
             self._report_dense()
 
     def end(self) -> None:
@@ -158,11 +159,11 @@ class Advice:
             if target_density(self._sparsifier) is not None:
                 remedy = "λ is being lowered."
             cause = f"λ={now:.3g} is too high{'' if has_grown else ' or gradients are 0'}. {remedy}"
-        self._warn("nothing", f"nothing was sent in {STEPS_BEFORE_WARNING} exchanges: {cause}")
+        self._warn("nothing", f"nothing was sent in {EXCHANGES_BEFORE_WARNING} exchanges: {cause}")
 
     def _report_dense(self) -> None:
         share = self._dense_elements / self._elements
-        if share > 0.5 and not self._sends_all:
+        if share > 0.5 and not (self._sends_all or self._is_dense_by_choice):
             seen = 100 * self._selected / self._elements
             self._warn(
                 "dense",

@@ -77,7 +77,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             per_layer_stats=self.per_layer_stats,
         )
         self._begin_fit(state)
-        state.pending_gradients.on_step.append(weak_method(self._after_any_step))
+        state.pending_gradients.step_receivers.append(weak_method(self._after_any_step))
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:

@@ -39,7 +39,6 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
     state: ShardExchange | None
     _options_class: ClassVar[type] = ExchangeOptions
-    _options: ExchangeOptions
     _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"
 

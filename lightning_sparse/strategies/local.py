@@ -23,7 +23,7 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class LocalTraining(SparseStrategy):
-    """Uses the mean of all workers' weights in validation and after ``fit``."""
+    """Steps the averager after every optimizer step, and shows the mean of all workers' weights outside training."""
 
     state: SparseModelAverager | None
     _options_class: ClassVar[type] = DriftOptions
@@ -108,6 +108,7 @@ class LocalTraining(SparseStrategy):
         weights, self._why_not = ({}, None) if is_loaded else self._mean_weights(self.state)
         with shared.replaced(shared.anchor() if weights is None else weights):
             state = super().lightning_module_state_dict()
+            # A copy if it refers to the module's own memory, which later changes: of loaded weights, or of shards.
             return copy.deepcopy(state) if is_loaded or isinstance(self, ModelParallelStrategy) else state
 
     @abstractmethod
@@ -173,8 +174,8 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         assert self.state is not None
-        kept = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
-        extra = {name: checkpoint[key] for name, key in kept.items() if key in checkpoint}
+        keys = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
+        extra = {name: checkpoint[key] for name, key in keys.items() if key in checkpoint}
         obstacles = self._obstacles(self.state)
         return collect_together(
             self.state, self.worker_state, self._timeout, obstacles=obstacles, why_not=self._why_not, extra=extra

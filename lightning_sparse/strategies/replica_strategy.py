@@ -191,8 +191,9 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         if why_not is not None:
             warn_of_incomplete(averager.kind, why_not)
         folder = path if self._save_distributed_checkpoint else None
-        workers, kept = averager.workers, self.worker_state
-        return collect(averager, workers, kept, why_not=why_not, folder=folder, optimizers=optimizers)
+        return collect(
+            averager, averager.workers, self.worker_state, why_not=why_not, folder=folder, optimizers=optimizers
+        )
 
     def _own_optimizers(self, averager: Averager, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return states of optimizers that differ between replicas, by index; may take them out of the checkpoint."""

@@ -1,5 +1,6 @@
 """The base class of all Lightning strategies with a sparse exchange."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -79,9 +80,9 @@ class SparseStrategy(TakesOptions):
         self.averagers: Sequence[Averager] = []
         self.per_layer_stats = self._is_stepping = False
 
+    @abstractmethod
     def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments for Lightning's strategy, after a check."""
-        return arguments
 
     @property
     def _module(self) -> LightningModule:
@@ -93,7 +94,8 @@ class SparseStrategy(TakesOptions):
         self.state, self.averagers = state, [state]
         self.per_layer_stats = False  # the callbacks of a later fit ask again
         self.step_log = StepLog(state)
-        self._advice = Advice(state, is_sharded=isinstance(self, ModelParallelStrategy))
+        is_sharded, is_dense = isinstance(self, ModelParallelStrategy), self._options.exchange == "dense"
+        self._advice = Advice(state, is_sharded=is_sharded, is_dense_by_choice=is_dense)
         if state.observed_steps is not None:
             state.observed_steps.on_step = weak_method(self._after_any_step)
 
@@ -216,15 +218,15 @@ class SparseStrategy(TakesOptions):
         content: Any = checkpoint.get(KEY)
         states = checkpoint["optimizer_states"]
         extra = restore(self.averagers, content)
-        if "optimizer_states" in extra:  # a worker's own, except values of rank 0 that a hook has changed
+        if "optimizer_states" in extra:
             saved_states = content["extras"][0][0]["optimizer_states"]
-            states = [
-                {
-                    key: own[key] if seal_of({key: now[key]}) == seal_of({key: saved.get(key)}) else now[key]
-                    for key in now
-                }
-                for now, saved, own in zip(states, saved_states, extra["optimizer_states"], strict=False)
-            ]
+            states = [*map(_own_state, states, saved_states, extra["optimizer_states"])]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if "precision_state" in extra:  # replaces rank 0's state, which Lightning has loaded
             self.precision_plugin.load_state_dict(extra["precision_state"])
+
+
+def _own_state(of_first: dict[str, Any], saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return a worker's own state of an optimizer, except values of rank 0 that a hook has changed since the save."""
+    is_saved = {key: seal_of({key: value}) == seal_of({key: saved.get(key)}) for key, value in of_first.items()}
+    return {key: own[key] if is_saved[key] else value for key, value in of_first.items()}

@@ -24,14 +24,14 @@ class StepLog:
     """Collects the exchanges of an averager until an optimizer step logs them."""
 
     def __init__(self, averager: Averager) -> None:
-        self._steps: deque[StepStats] = deque(maxlen=MAX_UNLOGGED)
+        self._steps: deque[StepStats] = deque(maxlen=MAX_UNLOGGED)  # not logged yet
         averager.subscribe(self._steps.append)
-        self._of_batch: list[StepStats] = []
-        self._newest: list[StepStats] = []
-        self._lost: list[StepStats] = []
+        self._of_batch: list[StepStats] = []  # logged in this batch
+        self._newest: list[StepStats] = []  # in the numbers that were logged last
+        self._lost: list[StepStats] = []  # dropped at the end of an epoch; logged again
         self._log = NumberLog()
         self._shown: set[str] = set()  # keys of entries for the next row
-        self._row: int | None = None
+        self._row: int | None = None  # the batch whose row they are for; None if it has no row
 
     def begin_batch(self, trainer: Any) -> None:
         """Reset numbers that a row of the loggers has contained."""

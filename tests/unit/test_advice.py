@@ -62,6 +62,7 @@ class Situation:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     kind: str = "gradients"
     is_sharded: bool = False
+    is_dense: bool = False
     planned: float | None = 10_000
     workers: int = WORKERS
     keeps_residual: bool = True
@@ -117,6 +118,7 @@ SITUATIONS = {
         [r"100 % of coordinates were sent densely at a density of 30 %"],
     ),
     "densely on purpose": Situation([step(1000, dense=1.0)] * 250, sparsifier=HardThreshold(threshold=0.0)),
+    "densely by exchange='dense'": Situation([step(10, dense=1.0)] * 250, is_dense=True),
     "densely by the control": Situation([step(1000, dense=1.0)] * 250, sparsifier=Dense()),
     "some of it densely": Situation([step(10, dense=0.4)] * 250),
     "ends in calibration": Situation(
@@ -179,7 +181,7 @@ def listen(situation: Situation) -> list[str]:
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     warned: list[str] = []
     with messages_of(messages), warnings_of(warned):
-        advice = Advice(holder, is_sharded=situation.is_sharded)
+        advice = Advice(holder, is_sharded=situation.is_sharded, is_dense_by_choice=situation.is_dense)
         for planned, steps in ((None, situation.searched), (situation.planned, situation.steps)):
             advice.begin([optimizer], planned)
             for number, exchange in enumerate(steps):

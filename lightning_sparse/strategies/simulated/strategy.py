@@ -63,7 +63,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         TypeError: the sparsifier has a wrong type.
     """
 
-    strategy_name = "simulated_workers"
     state: SimulatedWorker | None
     _options_class: ClassVar[type] = GradientOptions
     _excluded_options = frozenset({"error_feedback", "link_gbit_s"})
