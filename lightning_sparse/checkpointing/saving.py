@@ -1,12 +1,9 @@
 """Collecting the state of all workers for a checkpoint.
 
 A worker that raised an exception or got a signal may be alone, so workers first wait for each other at a
-``SaveBarrier``. Without all of them the checkpoint has no tensors of workers and says why. Files and folders appear
-under their names only when they are complete.
+``SaveBarrier``. Without all of them the checkpoint has no tensors of workers and says why.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -16,9 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import (
     FOLDER,
@@ -214,62 +209,3 @@ def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str,
         if workers.rank == 0:
             means[key] = total.div_(workers.num_workers).to("cpu", tensor.dtype, copy=True)
     return means
-
-
-class WholeFileCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it when it is complete, so that a kill leaves the old one.
-
-    Lightning writes below TMPDIR and moves the file. If TMPDIR is on another file system, the move copies over the old
-    checkpoint, and a kill in the middle leaves neither. Lightning itself writes to addresses such as ``s3://…``.
-    """
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        require_replaceable(Path(path), may_be_folder=False)
-        part = part_of(Path(path))
-        try:
-            super().save_checkpoint(checkpoint, part, storage_options)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)  # after an error, such as a full disk
-
-
-def part_of(path: Path) -> Path:
-    """Return the name of a checkpoint, a file or a folder, until it is complete."""
-    return path.with_name(f".{path.name}.part")
-
-
-def require_replaceable(path: Path, *, may_be_folder: bool = True) -> None:
-    """Raise IsADirectoryError if the path is a folder, other than an empty one or a checkpoint."""
-    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-    is_checkpoint = any(name == "meta.pt" or name.endswith(".distcp") for name in names)
-    if (names and not is_checkpoint) or (path.is_dir() and not may_be_folder):
-        raise IsADirectoryError(f"Cannot save {str(path)!r}: a folder has this name. Remove it, or save elsewhere.")
-
-
-def set_aside(path: Path) -> None:
-    """Rename a folder to ``.NAME.old``, where it stays until the new checkpoint is complete; remove a link."""
-    old = path.with_name(f".{path.name}.old")
-    if path.is_symlink():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-
-
-def put_in_place(path: Path) -> None:
-    """Give a complete folder its name, if there is one, and remove the old checkpoint.
-
-    A kill leaves the old or the new checkpoint, or both between the renames: ``.NAME.old`` and ``.NAME.whole``.
-    """
-    complete = path.with_name(f".{path.name}.whole")
-    shutil.rmtree(complete, ignore_errors=True)
-    if part_of(path).is_dir():  # otherwise, another node has the same disk and was first
-        part_of(path).rename(complete)
-        set_aside(path)
-        path.unlink(missing_ok=True)
-        complete.rename(path)
-    shutil.rmtree(path.with_name(f".{path.name}.old"), ignore_errors=True)

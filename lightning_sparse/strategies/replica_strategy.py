@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, warn_of_incomplete
+from lightning_sparse.checkpointing.files import part_of, put_in_place, require_replaceable, set_aside
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import collect, part_of, put_in_place, require_replaceable, set_aside
+from lightning_sparse.checkpointing.saving import collect
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange.agreement import gather_objects, require_agreement

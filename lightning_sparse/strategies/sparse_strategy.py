@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.content import KEY, WorkerState, empty_content, warn_of_incomplete
+from lightning_sparse.checkpointing.files import WholeFileCheckpointIO
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import WholeFileCheckpointIO, collect_together
+from lightning_sparse.checkpointing.saving import collect_together
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions

@@ -17,7 +17,7 @@ import lightning.pytorch.trainer.connectors.signal_connector as signal_connector
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
-from lightning_sparse.checkpointing import saving
+from lightning_sparse.checkpointing import files, saving
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.drift_exchange import DriftExchange
 from lightning_sparse.drift.shared_weights import SharedWeights
@@ -48,7 +48,7 @@ PARTS: dict[Any, tuple[str, ...]] = {
     Engine: ("add", "finish", "end_step"),
     SparseModelAverager: ("step", "snapshot"),
     SharedWeights: ("load_mean", "restore_own", "mean", "replaced"),
-    saving.WholeFileCheckpointIO: ("save_checkpoint",),
+    files.WholeFileCheckpointIO: ("save_checkpoint",),
     torch_io: ("_atomic_save",),
 }
 SAVES = {2: "save 1", 4: "save 2"}

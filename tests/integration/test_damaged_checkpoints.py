@@ -25,8 +25,8 @@ from lightning_sparse import (
     SimulatedWorkersStrategy,
 )
 from lightning_sparse.checkpointing.content import KEY
+from lightning_sparse.checkpointing.files import WholeFileCheckpointIO
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.checkpointing.saving import WholeFileCheckpointIO
 from tests.integration.hsdp_models import Sharded
 from tests.integration.hsdp_models import data as shard_data
 from tests.integration.models import Classifier, adam, data, quiet_trainer

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_sparse.checkpointing.saving import part_of, put_in_place
+from lightning_sparse.checkpointing.files import part_of, put_in_place
 from lightning_sparse.exchange import save_barrier
 from tests.integration.hsdp_models import DRIFTS, GRADIENTS, STEPS, Sharded, data, run_ranks, whole_weights
 from tests.integration.models import HAS_SAVE_ON_EXCEPTION, assert_equal, quiet_trainer
