@@ -39,7 +39,7 @@ from lightning_sparse.selection.numbers import FIXED_FIELDS
 from lightning_sparse.sparsifiers.protocol import Selection
 
 RESNET_18 = 11_173_962
-TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float16": 4.1, "float8": 3.1}
+TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float8": 3.1}
 MARK = "RESULT "
 VARIATION = 0.03
 """Relative standard deviation of the number of coordinates."""

@@ -23,7 +23,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1)).to(device)
 
     # Do not wrap the model in DistributedDataParallel. The averager broadcasts rank 0's weights to all workers.
-    averager = SparseModelAverager(model, HardThreshold(density=0.05, calibration_steps=20), DriftOptions())
+    averager = SparseModelAverager(model, HardThreshold(density=0.05), DriftOptions())
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     densities: list[float] = []

@@ -24,7 +24,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1)).to(device)
 
     ddp_model = DistributedDataParallel(model)
-    state = register_comm_hook(ddp_model, HardThreshold(density=0.05, calibration_steps=20))  # the one new line
+    state = register_comm_hook(ddp_model, HardThreshold(density=0.05))  # the one new line
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     densities: list[float] = []

@@ -33,7 +33,7 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh["shard"])  # inside a replica: torch's own exchange
     fully_shard(model, mesh=mesh["shard"])
-    exchange = ShardExchange(model, mesh["replicate"], HardThreshold(density=0.05, calibration_steps=20))
+    exchange = ShardExchange(model, mesh["replicate"], HardThreshold(density=0.05))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     densities: list[float] = []

@@ -33,7 +33,7 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh["shard"])  # inside a replica: torch's own exchange of gradients
     fully_shard(model, mesh=mesh["shard"])
-    sparsifier = HardThreshold(density=0.1, calibration_steps=20)
+    sparsifier = HardThreshold(density=0.1)
     averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=1))
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)  # each replica has its own moments

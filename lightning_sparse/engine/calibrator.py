@@ -12,8 +12,8 @@ from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 
-LATE = 3
-"""Calibration is late after this many times the steps it should take."""
+LATE = 50
+"""Calibration is late after this many steps that it could not measure."""
 
 
 class Calibrator:
@@ -57,7 +57,9 @@ class Calibrator:
     def needs_layers(self) -> bool:
         """Whether ``observe`` needs the statistics of every layer."""
         sparsifier = self._sparsifier
-        return sparsifier is not None and sparsifier.density is not None and sparsifier.granularity == "layer"
+        if sparsifier is None or sparsifier.density is None:
+            return False
+        return sparsifier.granularity == "layer" or bool(sparsifier.layer_thresholds)
 
     def set_threshold(self, threshold: float) -> None:
         """Set λ and end calibration. With a density, λ is adjusted from this value."""
@@ -81,7 +83,7 @@ class Calibrator:
             return
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
-        if not self._running.is_complete and self._observed_steps == LATE * self._running.steps:
+        if self._observed_steps - self._running.measured_steps == LATE:
             self._report_late_calibration(stats, self._running)
         if self._running.is_complete:
             calibration, self._running = self._running, None
@@ -102,7 +104,7 @@ class Calibrator:
         if self._logs:
             rank_zero_warn(
                 f"lightning_sparse: no threshold after {self._observed_steps} steps, so everything is sent. "
-                f"Calibration needs {calibration.steps} steps with a finite ‖g‖², at least one above 0. It observed "
+                f"Calibration needs {calibration.steps} steps with a finite ‖g‖² above 0. It observed "
                 f"{calibration.measured_steps}, and the last ‖g‖² is {stats.squared_gradient_norm:g}. Look for "
                 "gradients that are zero, not finite or too small to square, or give threshold=… instead of density=…"
             )
@@ -115,7 +117,7 @@ class Calibrator:
         if self._unconfirmed is None or not names:
             return
         self._correct(self._unconfirmed, names)
-        if not self.needs_layers:
+        if self._sparsifier is not None and self._sparsifier.granularity == "model":
             self._unconfirmed = None  # a step adjusts a single λ only once
 
     def _correct(self, stats: StepStats, names: Collection[str] | None) -> None:
@@ -124,12 +126,16 @@ class Calibrator:
         # NaN and infinity are sent at any λ, so λ does not depend on steps that contain them.
         if sparsifier is None or sparsifier.density is None or not sparsifier.threshold or stats.non_finite:
             return
-        if not self.needs_layers:
-            sparsifier.fix_threshold(self._corrected("", sparsifier.threshold, stats, sparsifier.density))
+        # Layers with a given λ may send more than the density, so that no other λ would reach it.
+        layers = {name: layer for name, layer in stats.layers.items() if sparsifier.given_threshold(name) is None}
+        if sparsifier.granularity == "model":
+            adjusted = _together(layers.values()) if sparsifier.layer_thresholds else stats
+            if adjusted.num_elements:
+                sparsifier.fix_threshold(self._corrected("", sparsifier.threshold, adjusted, sparsifier.density))
             return
         thresholds: dict[str, float] = {}
-        for name, layer in stats.layers.items():
-            if layer.num_elements and sparsifier.given_threshold(name) is None:
+        for name, layer in layers.items():
+            if layer.num_elements:
                 thresholds[name] = sparsifier.threshold_of(name)
                 if names is None or name in names:
                     share = share_of_layer(sparsifier.density, layer.num_elements)
@@ -165,3 +171,10 @@ class Calibrator:
             self._controls = {name: DensityControl(**control) for name, control in saved["controls"].items()}
         elif self._running is not None and saved["calibration"] is not None:
             self._running = replace(self._running, **saved["calibration"])
+
+
+def _together(layers: Collection[LayerStats]) -> LayerStats:
+    """Return the statistics of several layers as one."""
+    columns = [(layer.num_workers, layer.num_elements, layer.selected, layer.squared_error) for layer in layers]
+    num_workers, elements, selected, errors = zip(*columns, strict=True) if columns else ((1,), (), (), ())
+    return LayerStats(num_workers[0], sum(elements), sum(selected), sum(errors))

@@ -1,15 +1,12 @@
 """Calibrates λ for a density, and then controls λ to reach the density, per model or per layer."""
 
 from dataclasses import dataclass
-from math import exp, isfinite, log, sqrt
+from math import exp, inf, log, sqrt
 
 from torch import finfo, float32
 
 from lightning_sparse.engine.step_stats import LayerStats
 
-MIN_STEPS = 3  # of a calibration
-STABLE = 0.2
-"""Calibration ends once the standard error of the mean ‖g‖² is at most this share of the mean."""
 RECENT_STEPS = 10
 """The running density is averaged over about this many steps. RECENT_STEPS, HORIZON and GAIN assume a pace of 1."""
 HORIZON = 100
@@ -46,11 +43,10 @@ class ThresholdCalibration:
 
     Args:
         density: the density to aim at, in (0, 1].
-        steps: the largest number of steps to average over; fewer if the mean is stable earlier.
+        steps: the number of steps to average over. Few suffice, because λ is adjusted afterwards.
         overshoot: κ of the hard threshold, with which the density is E‖g‖² / (λ² d (1 − κ²)).
         measured_steps: the number of observed norms.
         sum: Σ_t ‖g_t‖² of these.
-        sum_of_squares: Σ_t ‖g_t‖⁴ of these.
     """
 
     density: float
@@ -58,26 +54,17 @@ class ThresholdCalibration:
     overshoot: float = 0.0
     measured_steps: int = 0
     sum: float = 0.0
-    sum_of_squares: float = 0.0
 
     def observe(self, squared_gradient_norm: float) -> None:
-        """Add a step's (1/n) Σ_i ‖g_i‖² (gradient units squared), unless it is NaN or infinite."""
-        if isfinite(squared_gradient_norm):
+        """Add a step's (1/n) Σ_i ‖g_i‖² (gradient units squared), unless it is 0, NaN or infinite."""
+        if 0 < squared_gradient_norm < inf:
             self.measured_steps += 1
             self.sum += squared_gradient_norm
-            self.sum_of_squares += squared_gradient_norm * squared_gradient_norm  # ** raises on overflow
 
     @property
     def is_complete(self) -> bool:
-        """Whether enough steps were measured, at least one of them with a nonzero gradient."""
-        return self.sum > 0 and (self.measured_steps >= self.steps or self._is_stable())
-
-    def _is_stable(self) -> bool:
-        steps, mean = self.measured_steps, self.sum / self.measured_steps
-        if steps < MIN_STEPS:
-            return False
-        variance = max(0.0, self.sum_of_squares / steps - mean**2) * steps / (steps - 1)
-        return variance / steps <= (STABLE * mean) ** 2
+        """Whether enough steps were measured."""
+        return self.measured_steps >= self.steps
 
     def threshold(self, num_elements: int) -> float:
         """Return λ in gradient units, for a model of d = num_elements, once the calibration is complete."""

@@ -26,7 +26,7 @@ class ExchangeOptions:
 
     Args:
         value_dtype: dtype of sent values. Rounding errors stay with unsent values, which are sent later. With its
-            index, a coordinate takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` or ``"float16"`` and 3 in
+            index, a coordinate takes 6 bytes in ``"float32"``, 4 in ``"bfloat16"`` and 3 in
             ``"float8"`` (e4m3). float8 is scaled to λ and needs a threshold above 0 in every layer or a sparsifier
             that rounds. ``"int8"`` needs a sparsifier that rounds.
         exchange: route of the selected values. ``"gather"``: all-gather of every worker's values.

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 
-ValueDtype = Literal["float32", "bfloat16", "float16", "float8", "int8"]
+ValueDtype = Literal["float32", "bfloat16", "float8", "int8"]
 DTYPES: dict[ValueDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
     "float8": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
@@ -33,7 +32,7 @@ class Wire:
     2^24 steps: any order of additions gives the same bits. Values that are not finite are decoded as NaN.
 
     Args:
-        dtype: float32, float64 or a half precision; float8_e4m3fn, int8 or int16 for multiples of a step.
+        dtype: float32, float64 or bfloat16; float8_e4m3fn, int8 or int16 for multiples of a step.
         step: ε, a power of two; 1 for a dtype without steps.
     """
 
@@ -68,7 +67,7 @@ class Wire:
     def rounded(self, values: Tensor) -> Tensor:
         """Return the values as they will be decoded, in their own dtype; the rest stays in the residual.
 
-        A finite value beyond the range (65,504 for float16, 127 steps for int8) becomes the largest finite value,
+        A finite value beyond the range (448 · 512 steps for float8, 127 for int8) becomes the largest finite value,
         because infinity would look like an overflow to every worker. Later steps send the remainder.
         """
         if self.dtype == values.dtype:

@@ -16,7 +16,7 @@
 #define STREAM_SHARE 256 /* with more than one selected value in so many, writing past the caches is slower */
 #define INLINE static inline __attribute__((always_inline))
 
-enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: for average only */
+enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: for average only */
 
 /* A step of the hard threshold on one bucket: of gradients, p = e + g / S; of drifts, p = x - w, and e' is kept in the
    weights: w = x - e'. */
@@ -46,24 +46,22 @@ typedef struct {
     int32_t clears;         /* whether to leave zeros in the gradient */
 } step_t;
 
-/* Returns the nearest number of the format to a finite p, half to even, without the sign, at most `limit`. */
-INLINE uint32_t nearest(float p, int fraction_bits, int bias, float limit) {
+/* Returns the code of the nearest e4m3 to a finite p, half to even, without the sign, at most 448. */
+INLINE uint32_t nearest_float8(float p) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: a sum with it has no fraction */
-    const float steps = (float)(1 << (bias - 1 + fraction_bits)), smallest_normal = 1.0f / (float)(1 << (bias - 1));
-    const int shift = 23 - fraction_bits;
-    float magnitude = fabsf(p) < limit ? fabsf(p) : limit;
+    float magnitude = fabsf(p) < 448.0f ? fabsf(p) : 448.0f;
     uint32_t bits;
     memcpy(&bits, &magnitude, sizeof bits);
-    if (magnitude < smallest_normal) return (uint32_t)((magnitude * steps + magic) - magic);
-    return ((bits + (1u << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift) - ((127u - bias) << fraction_bits);
+    if (magnitude < 0.015625f) return (uint32_t)((magnitude * 512.0f + magic) - magic); /* not normal */
+    return ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120u << 3);
 }
 
-/* Returns the finite number of a code of `nearest`. */
-INLINE float magnitude_of(uint32_t code, int fraction_bits, int bias) {
-    uint32_t bits = (code << (23 - fraction_bits)) + ((127u - bias) << 23);
+/* Returns the finite number of a code of `nearest_float8`. */
+INLINE float magnitude_of_float8(uint32_t code) {
+    uint32_t bits = (code << 20) + (120u << 23);
     float p;
     memcpy(&p, &bits, sizeof p);
-    return code < 1u << fraction_bits ? (float)code / (float)(1 << (bias - 1 + fraction_bits)) : p;
+    return code < 8 ? (float)code / 512.0f : p;
 }
 
 INLINE uint16_t to_bfloat16(float p) {
@@ -83,40 +81,26 @@ INLINE float from_bfloat16(uint16_t code) {
     return p;
 }
 
-INLINE uint16_t to_float16(float p) {
-    uint32_t code = nearest(p, 10, 15, 65504.0f); /* without branches; non-finite values give the limit or more */
-    code += isinf(p) ? 0x7C00 - 0x7BFF : p != p ? 0x7E00 - 0x7BFF : 0;
-    return (uint16_t)(code | (signbit(p) ? 0x8000 : 0));
-}
-
-INLINE float from_float16(uint16_t code) {
-    uint32_t magnitude = code & 0x7FFF;
-    float p = magnitude < 0x7C00 ? magnitude_of(magnitude, 10, 15) : magnitude > 0x7C00 ? NAN : INFINITY;
-    return code & 0x8000 ? -p : p;
-}
-
 /* e4m3, which has no infinity. */
 INLINE uint8_t to_float8(float p, float scale) {
     if (!isfinite(p)) return 0x7F;
-    return (uint8_t)(nearest(p * (1.0f / scale), 3, 7, 448.0f) | (signbit(p) ? 0x80 : 0)); /* scaled exactly */
+    return (uint8_t)(nearest_float8(p * (1.0f / scale)) | (signbit(p) ? 0x80 : 0)); /* scaled exactly */
 }
 
 INLINE float from_float8(uint8_t code, float scale) {
-    float p = (code & 0x7F) == 0x7F ? NAN : magnitude_of(code & 0x7F, 3, 7);
+    float p = (code & 0x7F) == 0x7F ? NAN : magnitude_of_float8(code & 0x7F);
     return (code & 0x80 ? -p : p) * scale;
 }
 
 INLINE void put(float p, void *values, int64_t place, int32_t wire, float scale) {
     if (wire == WIRE_FLOAT32) ((float *)values)[place] = p;
     if (wire == WIRE_BFLOAT16) ((uint16_t *)values)[place] = to_bfloat16(p);
-    if (wire == WIRE_FLOAT16) ((uint16_t *)values)[place] = to_float16(p);
     if (wire == WIRE_FLOAT8) ((uint8_t *)values)[place] = to_float8(p, scale);
 }
 
 INLINE float get(const void *values, int64_t place, int32_t wire, float scale) {
     if (wire == WIRE_FLOAT32) return ((const float *)values)[place];
     if (wire == WIRE_BFLOAT16) return from_bfloat16(((const uint16_t *)values)[place]);
-    if (wire == WIRE_FLOAT16) return from_float16(((const uint16_t *)values)[place]);
     if (wire == WIRE_FLOAT8) return from_float8(((const uint8_t *)values)[place], scale);
     int8_t steps = ((const int8_t *)values)[place];
     return steps == INT8_MIN ? NAN : (float)steps * scale; /* the lowest encodes non-finite values */
@@ -127,7 +111,6 @@ INLINE float get(const void *values, int64_t place, int32_t wire, float scale) {
 INLINE float sent_and_kept(float p, float excess, int32_t wire, float scale, float *kept) {
     float value = p > 0.0f ? p + excess : p - excess, sent = value;
     if (wire == WIRE_BFLOAT16) sent = from_bfloat16(to_bfloat16(value));
-    if (wire == WIRE_FLOAT16) sent = from_float16(to_float16(value));
     if (wire == WIRE_FLOAT8) sent = from_float8(to_float8(value, scale), scale);
     float rest = p - sent;
     *kept = isfinite(rest) ? rest : 0.0f;
@@ -271,7 +254,6 @@ static __attribute__((noinline)) void walk_as(step_t *step, int64_t start, int64
     if (!step->dense) walk(step, start, end, threshold, excess, 0, wire);
     else if (wire == WIRE_FLOAT32) walk(step, start, end, threshold, excess, 1, WIRE_FLOAT32);
     else if (wire == WIRE_BFLOAT16) walk(step, start, end, threshold, excess, 1, WIRE_BFLOAT16);
-    else if (wire == WIRE_FLOAT16) walk(step, start, end, threshold, excess, 1, WIRE_FLOAT16);
     else walk(step, start, end, threshold, excess, 1, WIRE_FLOAT8);
 }
 

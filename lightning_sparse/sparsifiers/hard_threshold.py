@@ -50,9 +50,10 @@ class HardThreshold(MarkingSparsifier):
 
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
-        density: the share of coordinates to be sent on average, in (0, 1]; 1 is λ = 0. With neither, 0.001.
-        calibration_steps: with a density, the largest number of exchanges (1 or more) that send everything while the
-            calibration measures norms; None is 50. It usually ends after 3.
+        density: the share of coordinates to be sent on average, in (0, 1], not counting ``layer_thresholds``; 1 is
+            λ = 0. With neither, 0.001.
+        calibration_steps: with a density, the number of exchanges (1 or more) that send everything while the
+            calibration measures norms; None is 3.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. A layer with a
             λ of its own is not calibrated; 0 sends a layer whole: ``{"*.bias": 0.0}``.
         granularity: scope of a density. ``"model"`` has one λ for all layers, so that some send much and others little.
@@ -101,7 +102,7 @@ class HardThreshold(MarkingSparsifier):
             density = DEFAULT_DENSITY
         if density is not None:
             require_density(density, "about 0.1 %")
-        calibration_steps = 50 if calibration_steps is None else calibration_steps
+        calibration_steps = 3 if calibration_steps is None else calibration_steps
         require_count("calibration_steps", calibration_steps)
         if not isinstance(layer_thresholds, Mapping | None):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")

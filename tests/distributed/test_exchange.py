@@ -125,7 +125,7 @@ def cases(draw):
     sizes = draw(st.lists(st.sampled_from([0, 1, 3, 17, 1000, 65_536, 70_000]), min_size=1, max_size=3))
     densities = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.3, 1.0]), min_size=2, max_size=6))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-    wire = draw(st.sampled_from([Wire(dtype), Wire(torch.bfloat16), Wire(torch.float16), BYTE, WHOLE]))
+    wire = draw(st.sampled_from([Wire(dtype), Wire(torch.bfloat16), BYTE, WHOLE]))
     return sizes, densities, dtype, wire, draw(st.integers(0, 10_000))
 
 

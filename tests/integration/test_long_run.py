@@ -157,7 +157,7 @@ def test_memory_and_replicas_stay_constant() -> None:
         assert last.objects - middle.objects < 100
         assert last.resident_bytes - middle.resident_bytes < 4_000_000
         assert 0 < total_error < math.inf
-        # Calibration takes 50 steps and filling the residual a few hundred; then the statistics stay constant.
+        # Calibration takes 3 steps and filling the residual a few hundred; then the statistics stay constant.
         assert 0.5 < last.density / middle.density < 1.5
         assert 0.8 < last.error_norm / middle.error_norm < 1.25
 

@@ -45,7 +45,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         (of_top_k, {name: word}, f"Invalid {name}={word!r}. Must be one of {allowed}.")
         for name, word, allowed in (
             ("error_feedback", "sideways", "'gradient', 'learning_rate', 'none'"),
-            ("value_dtype", "", "'float32', 'bfloat16', 'float16', 'float8', 'int8'"),
+            ("value_dtype", "", "'float32', 'bfloat16', 'float8', 'int8'"),
             ("exchange", None, "'auto', 'gather', 'reduce_scatter', 'sparse_sums', 'dense', 'hierarchical'"),
         )
     ),

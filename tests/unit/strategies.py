@@ -15,7 +15,7 @@ MAGNITUDES = (
     *(0.0, 1e-45, 1e-40, 2.0**-7, 0.01),  # subnormal numbers, half a step of the coarsest wires
     *(0.49999997, 0.5, 0.50000006, 2.9999998, 3.0),  # around EDGE_THRESHOLDS
     *(0.501953125, 0.505859375, 1.0009765625, 1.5707964),  # halfway between bfloat16 numbers, and beside
-    *(3584.0, 3585.0, 65_504.0, 65_520.0, 7e4, 3.3895314e38, 3.4e38),  # the ends of float8, float16 and bfloat16
+    *(3584.0, 3585.0, 65_504.0, 65_520.0, 7e4, 3.3895314e38, 3.4e38),  # the ends of float8 and bfloat16
     *(nan, inf),
 )
 EDGE_THRESHOLDS = (0.0, -0.0, 0.5, 3.0)

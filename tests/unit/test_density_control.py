@@ -136,8 +136,8 @@ LAYERS = {"large": (3_000, 10.0), "small": (3_000, 0.01), "drifting": (3_000, 1.
 """Number of elements, and standard deviation of a step of each."""
 
 
-def layered(threshold):
-    sparsifier = HardThreshold(density=DENSITY, granularity="layer")
+def layered(threshold, **options):
+    sparsifier = HardThreshold(density=DENSITY, **({"granularity": "layer"} | options))
     calibrator = Calibrator(sparsifier, logs=False, keeps_residual=True)
     calibrator.set_threshold(threshold)
     return sparsifier, calibrator
@@ -150,8 +150,8 @@ def step_of(layers):
 class Walks:
     """Residuals of two workers, which send the elements at or above the λ of their layer."""
 
-    def __init__(self, threshold):
-        self.sparsifier, self.calibrator = layered(threshold)
+    def __init__(self, threshold, **options):
+        self.sparsifier, self.calibrator = layered(threshold, **options)
         self.generator = np.random.default_rng(0)
         self.residuals = {name: np.zeros((2, size)) for name, (size, _) in LAYERS.items()}
 
@@ -183,6 +183,17 @@ def test_each_layer_sends_its_share_and_a_small_layer_one_coordinate_per_step():
     assert average["one"] == pytest.approx(1 / 2, rel=0.2)
     assert 0.1 < walks.thresholds["one"] < 10  # and it does not fall forever
     assert walks.thresholds["large"] > 100 * walks.thresholds["small"]
+
+
+def test_layers_with_a_threshold_of_their_own_do_not_count_in_the_density():
+    walks = Walks(3.0, granularity="model", layer_thresholds={"large": 5.0, "bias": 0.0})  # these alone send 35 %
+    others = {name: LAYERS[name][0] for name in ("small", "drifting", "one")}
+    densities = [walks.step() for _ in range(1000)]
+    sent = np.mean([sum(step[name] * size for name, size in others.items()) for step in densities[100:]])
+    assert sent / sum(others.values()) == pytest.approx(DENSITY, rel=0.1)
+    walks = Walks(3.0, granularity="model", layer_thresholds={"*": 5.0})
+    walks.step()
+    assert walks.sparsifier.current_threshold == 3.0  # belongs to no layer
 
 
 def test_an_unused_layer_keeps_its_threshold():

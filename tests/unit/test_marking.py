@@ -26,7 +26,7 @@ SPARSIFIERS = (
     StochasticRounding(0.5),
 )
 WIRES = (
-    *map(Wire, (torch.float32, torch.bfloat16, torch.float16)),
+    *map(Wire, (torch.float32, torch.bfloat16)),
     Wire(torch.int8, 0.5),
     Wire(torch.float8_e4m3fn, 2.0**-4),
 )

@@ -38,7 +38,7 @@ def run_step(layout, residual, gradient, sparsifier, value_dtype="float32", scal
     return expected, out, compensated, sent
 
 
-@given(steps(finite=True), SPARSIFIERS, st.sampled_from(["float32", "bfloat16", "float16"]))
+@given(steps(finite=True), SPARSIFIERS, st.sampled_from(["float32", "bfloat16"]))
 def test_sent_plus_kept_values_equal_the_compensated_gradient(step, sparsifier, value_dtype):
     layout, residual, gradient = step
     expected, out, kept, _ = run_step(layout, residual, gradient, sparsifier, value_dtype)
@@ -80,7 +80,7 @@ def test_rounding_leaves_less_than_a_step_within_the_range(step, size, value_dty
         torch.testing.assert_close(out.double() + kept.double(), expected.double(), rtol=2.0**-23, atol=2.0**-24 * grid)
 
 
-@given(steps(finite=False), SPARSIFIERS, st.sampled_from(["float32", "bfloat16", "float16"]))
+@given(steps(finite=False), SPARSIFIERS, st.sampled_from(["float32", "bfloat16"]))
 def test_residuals_stay_finite(step, sparsifier, value_dtype):
     *_, kept, _ = run_step(*step, sparsifier, value_dtype)
     assert bool(kept.isfinite().all())

@@ -2,7 +2,6 @@ import dataclasses
 from math import isfinite, sqrt
 
 import pytest
-import torch
 
 from lightning_sparse import Dense, HardThreshold, StepStats, TopK, paper_threshold
 from lightning_sparse.engine.calibrator import Calibrator
@@ -16,34 +15,11 @@ def test_the_papers_rule_gives_the_papers_threshold_for_resnet18():
 
 def test_calibration_averages_over_its_steps():
     calibration = ThresholdCalibration(density=0.01, steps=2)
-    calibration.observe(3.0)
-    assert not calibration.is_complete
-    calibration.observe(5.0)
-    assert calibration.threshold(100) == pytest.approx(sqrt(4.0 / (0.01 * 100)))
-
-
-@pytest.mark.parametrize(
-    ("norms", "needed"),
-    [
-        ([4.0] * 20, 3),
-        ([1.0, 1.5, 1.2], 3),
-        ([100.0, 1.0, 1.0, 1.0, 1.0, 1.0], None),
-        ([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], None),
-        ([float("nan"), 2.0, 2.0, 2.0], 4),
-        ([1.0, 2.0] * 10, 4),
-        ([1.0, 4.0] * 10, 10),
-    ],
-)
-def test_calibration_ends_when_the_standard_error_is_a_fifth_of_the_mean(norms, needed):
-    calibration = ThresholdCalibration(density=0.01, steps=1000)
-    ended = None
-    for step, norm in enumerate(norms, 1):
+    for norm in (float("nan"), 3.0, float("inf"), 0.0, 5.0):
+        assert not calibration.is_complete
         calibration.observe(norm)
-        finite = torch.tensor([norm for norm in norms[:step] if isfinite(norm)])
-        is_known = len(finite) >= 3 and finite.std() / len(finite) ** 0.5 <= 0.2 * finite.mean() and finite.sum() > 0
-        assert calibration.is_complete == is_known
-        ended = ended or (step if calibration.is_complete else None)
-    assert ended == needed
+    assert calibration.is_complete
+    assert calibration.threshold(100) == pytest.approx(sqrt(4.0 / (0.01 * 100)))
 
 
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
@@ -58,30 +34,24 @@ def test_an_endless_calibration_warns_once(squared_norm):
     calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=True, keeps_residual=True)
     non_finite = 0 if isfinite(squared_norm) else 3
     stats = StepStats(2, 100, 200, 0.0, 0, squared_norm, non_finite, 400, 400, 0.0)
-    for _ in range(11):
+    measurable = dataclasses.replace(stats, squared_gradient_norm=4.0)
+    for step in [measurable] + [stats] * 49:
+        calibrator.observe(step)
+    with pytest.warns(UserWarning, match=r"no threshold after 51 steps, so everything is sent.* It observed 1,"):
         calibrator.observe(stats)
-    with pytest.warns(UserWarning, match=r"no threshold after 12 steps, so everything is sent"):
-        calibrator.observe(stats)
-    for _ in range(30):
-        calibrator.observe(stats)
-    calibrator.observe(dataclasses.replace(stats, squared_gradient_norm=4.0))
-    assert calibrator.is_running == (squared_norm != 0.0)  # calibration measures zeros, but skips non-finite norms
+    for step in [stats] * 30 + [measurable] * 3:
+        assert calibrator.is_running
+        calibrator.observe(step)
+    assert not calibrator.is_running
 
 
 def test_calibration_raises_if_squares_of_finite_gradients_overflow():
     calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=False, keeps_residual=True)
     stats = StepStats(2, 100, 200, 0.0, 0, float("inf"), 0, 400, 400, 0.0)
-    for _ in range(11):
+    for _ in range(49):
         calibrator.observe(stats)
-    with pytest.raises(RuntimeError, match=r"gradients are finite, but ‖g‖² overflowed in 12 steps. Scale the loss"):
+    with pytest.raises(RuntimeError, match=r"gradients are finite, but ‖g‖² overflowed in 50 steps. Scale the loss"):
         calibrator.observe(stats)
-
-
-def test_calibration_accepts_norms_whose_squares_overflow():
-    calibration = ThresholdCalibration(0.01, 3)
-    for _ in range(3):
-        calibration.observe(1e200)
-    assert calibration.is_complete
 
 
 @pytest.mark.parametrize("granularity", ["model", "layer"])

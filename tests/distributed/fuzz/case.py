@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+WIRES = {"bfloat16": torch.bfloat16}
 EXCHANGES = ("auto", "gather", "dense", "reduce_scatter", "hierarchical")
 ZEROING = ("none", "zeros", "used")
 SIZES = (1, 2, 3, 17, 127, 128, 129, 1000, 4099)
@@ -208,7 +208,7 @@ def draw_case(seed: int) -> Case:
         calibration_steps=draw.whole(1, 3),
         layer_thresholds=_draw_layer_thresholds(draw, layers, scale) if sparsifier != "top_k" else (),
         error_feedback=error_feedback,
-        value_dtype=draw.one_of(("float32", "float32", "bfloat16", "float16")),
+        value_dtype=draw.one_of(("float32", "float32", "bfloat16", "bfloat16")),
         exchange=exchange,
         workers_per_node=workers_per_node if exchange == "hierarchical" else 1,
         local_clip_norm=scale * math.sqrt(elements) * draw.number(-4, 3) if draw.chance(0.2) else None,

@@ -146,7 +146,7 @@ class Checker:
         sent = [term.compensated.double() - actual.double() for term, actual in zip(workers, residuals, strict=True)]
         average = sum(sent[1:], sent[0]) / n
         tolerance = sum_rounding(sent, n, layer) + sum(term.rounding.double() for term in workers) / n
-        # p − out is exact except for values far beyond the range of float16.
+        # p − out is exact except for values far beyond the range of bfloat16.
         tolerance += torch.finfo(workers[0].kept.dtype).eps * sum(term.compensated.double().abs() for term in workers)
         is_finite = torch.stack([term.compensated.isfinite() for term in workers]).all(0)
         factor = 1.0 if scale is None else scale
@@ -224,6 +224,7 @@ class Checker:
         }
         # Squares are float32, and the smallest are subnormal.
         slack = {layer.name: slack[layer.name] + layer.size * SMALLEST_SQUARE for layer in case.layers}
+        has_layers = case.per_layer_stats or (case.sparsifier == "density" and bool(case.layer_thresholds))
         for name, value, expected in (
             ("step", stats.step, self.exchanges),
             ("num_workers", stats.num_workers, n),
@@ -231,7 +232,7 @@ class Checker:
             ("non_finite", stats.non_finite, non_finite),
             ("threshold", stats.threshold, self.simulation.threshold),
             ("dense_bytes", stats.dense_bytes, sum(layer.size * DTYPES[layer.dtype].itemsize for layer in case.layers)),
-            ("layers", sorted(stats.layers), sorted(counts) if case.per_layer_stats else []),
+            ("layers", sorted(stats.layers), sorted(counts) if has_layers else []),
         ):
             if value != expected:
                 raise Difference(f"step {step}, statistics: {name} is {value!r} instead of {expected!r}")
@@ -255,7 +256,7 @@ class Checker:
         simulation, case = self.simulation, self.case
         if not simulation.is_calibrating:
             return
-        if math.isfinite(squared_gradient_norm):
+        if 0 < squared_gradient_norm < math.inf:
             simulation.measured.append(squared_gradient_norm)
         if simulation.is_calibrating:
             expected = None

@@ -66,7 +66,7 @@ class Simulation:
 
     @property
     def is_calibrating(self) -> bool:
-        is_enough = len(self.measured) >= self.case.calibration_steps and sum(self.measured) > 0
+        is_enough = len(self.measured) >= self.case.calibration_steps
         return self.case.sparsifier == "density" and self.case.density < 1 and not is_enough
 
     def step(
