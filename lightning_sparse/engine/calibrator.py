@@ -81,9 +81,11 @@ class Calibrator:
             else:
                 self._unconfirmed = stats
             return
+        measured_before = self._running.measured_steps
         self._running.observe(stats.squared_gradient_norm)
         self._observed_steps += 1
-        if self._observed_steps - self._running.measured_steps == LATE:
+        is_measured = self._running.measured_steps > measured_before
+        if not is_measured and self._observed_steps - measured_before == LATE:
             self._report_late_calibration(stats, self._running)
         if self._running.is_complete:
             calibration, self._running = self._running, None

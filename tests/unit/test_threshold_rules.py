@@ -39,7 +39,7 @@ def test_an_endless_calibration_warns_once(squared_norm):
         calibrator.observe(step)
     with pytest.warns(UserWarning, match=r"no threshold after 51 steps, so everything is sent.* It observed 1,"):
         calibrator.observe(stats)
-    for step in [stats] * 30 + [measurable] * 3:
+    for step in [measurable] + [stats] * 30 + [measurable] * 2:
         assert calibrator.is_running
         calibrator.observe(step)
     assert not calibrator.is_running
