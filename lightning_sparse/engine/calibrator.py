@@ -129,7 +129,8 @@ class Calibrator:
         if sparsifier is None or sparsifier.density is None or not sparsifier.threshold or stats.non_finite:
             return
         # Layers with a given λ may send more than the density, so that no other λ would reach it.
-        layers = {name: layer for name, layer in stats.layers.items() if sparsifier.given_threshold(name) is None}
+        measured = stats.layers.items() if self.needs_layers else ()
+        layers = {name: layer for name, layer in measured if sparsifier.given_threshold(name) is None}
         if sparsifier.granularity == "model":
             adjusted = _together(layers.values()) if sparsifier.layer_thresholds else stats
             if adjusted.num_elements:
@@ -176,7 +177,10 @@ class Calibrator:
 
 
 def _together(layers: Collection[LayerStats]) -> LayerStats:
-    """Return the statistics of several layers as one."""
-    columns = [(layer.num_workers, layer.num_elements, layer.selected, layer.squared_error) for layer in layers]
-    num_workers, elements, selected, errors = zip(*columns, strict=True) if columns else ((1,), (), (), ())
-    return LayerStats(num_workers[0], sum(elements), sum(selected), sum(errors))
+    """Return the statistics of several layers as one; of no layer, if there are none."""
+    return LayerStats(
+        num_workers=max((layer.num_workers for layer in layers), default=1),
+        num_elements=sum(layer.num_elements for layer in layers),
+        selected=sum(layer.selected for layer in layers),
+        squared_error=sum(layer.squared_error for layer in layers),
+    )
