@@ -256,19 +256,18 @@ def test_the_table_of_a_resumed_run_names_its_first_step_for_layers() -> None:
 
 
 def test_the_table_separates_calibration_and_dense_exchanges() -> None:
-    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=10, bucket_cap_mb=SMALL_BUCKETS_MB)
+    strategy = DDPHardThresholdStrategy(density=0.05, calibration_steps=4, bucket_cap_mb=SMALL_BUCKETS_MB)
     first, second = watch([DensityMonitor(per_layer=False)], strategy=strategy, max_steps=12)
     assert second.printed == ""
     rows = dict(re.findall(r"^ +(\S.+?)  +(.+)$", first.printed, re.MULTILINE))
-    number = sum(step.is_calibration for step in first.steps)
-    calibrating, later = first.steps[:number], first.steps[number:]
-    assert 3 <= number < 10  # calibration ends once the mean of ‖g‖² is known, before calibration_steps
+    calibrating, later = first.steps[:4], first.steps[4:]
     assert all(step.is_calibration and step.dense_elements == NUM_ELEMENTS for step in calibrating)
     assert all(step.density == 1 for step in calibrating)
+    assert not any(step.is_calibration for step in later)
     # exchange="auto" has no history before the first step.
     assert all(step.dense_elements == 0 and step.density < 1 for step in later[1:])
     assert rows["steps exchanged"] == "12"
-    assert rows["for calibration"] == f"{number}"
+    assert rows["for calibration"] == "4"
     assert rows["sent densely"] == f"{sum(step.dense_elements for step in first.steps) / NUM_ELEMENTS:.4g}"
     assert rows["target density"] == "5 %"
     assert rows["density after calibration"] == f"{100 * sum(step.density for step in later) / len(later):.4g} %"
