@@ -32,7 +32,7 @@ class Averager:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
         keeps_residual: whether unsent values stay in the residual.
         workers: the workers that exchange values.
-        sparsifier: the engine's.
+        sparsifier: that of the engine.
         residuals: unsent values, only of averagers of gradients.
         is_exchanging: whether an exchange is running or was interrupted.
         epoch: the epoch of the last ``begin_epoch``; None if unknown.

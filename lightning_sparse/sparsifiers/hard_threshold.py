@@ -50,8 +50,8 @@ class HardThreshold(MarkingSparsifier):
 
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
-        density: the share of coordinates to be sent on average, in (0, 1], not counting ``layer_thresholds``; 1 is
-            λ = 0. With neither, 0.001.
+        density: the share of coordinates to be sent on average, in (0, 1], of all layers without a λ in
+            ``layer_thresholds``; 1 is λ = 0. With neither, 0.001.
         calibration_steps: with a density, the number of exchanges (1 or more) that send everything while the
             calibration measures norms; None is 3.
         layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. A layer with a

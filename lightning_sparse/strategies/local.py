@@ -23,7 +23,7 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class LocalTraining(SparseStrategy):
-    """Steps the averager after every optimizer step, and shows the mean of all workers' weights outside training."""
+    """Steps the averager after every optimizer step, and uses the mean of all workers' weights outside training."""
 
     state: SparseModelAverager | None
     _options_class: ClassVar[type] = DriftOptions
