@@ -4,7 +4,7 @@ A worker that raised an exception or got a signal may be alone, so workers first
 ``SaveBarrier``. Without all of them the checkpoint has no tensors of workers and says why.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
@@ -40,7 +40,6 @@ CHUNK_BYTES = 2**23
 def run_together(
     averager: SparseState | SparseModelAverager,
     timeout: timedelta | None,
-    obstacles: Sequence[str],
     function: Callable[[Workers], _T],
     action: str,
 ) -> tuple[_T | None, str | None]:
@@ -51,13 +50,12 @@ def run_together(
     Args:
         averager: this worker's averager.
         timeout: the process group's timeout, which limits the wait for others.
-        obstacles: why this worker cannot save, beside the averager's own. Workers must agree on them.
         function: gets the workers in a separate group.
         action: names the function in the reason if it fails.
     """
     barrier, why_not = averager.save_barrier, "it was saved in the middle of another save"
     if not barrier.is_saving:
-        obstacles = [*obstacles, *averager.obstacles()]
+        obstacles = averager.obstacles()
         status = {"progress": averager.progress, "obstacles": obstacles}
         patience = patience_of(timeout, is_exchanging=averager.is_exchanging)
         why_not = barrier.wait(status, patience) or next(iter(obstacles), "")
@@ -82,7 +80,6 @@ def collect_together(
     worker_state: WorkerState,
     timeout: timedelta | None,
     *,
-    obstacles: Sequence[str] = (),
     why_not: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -95,13 +92,12 @@ def collect_together(
         averager: this worker's averager.
         worker_state: whether the content holds every worker's state, or only as much as one worker has.
         timeout: see ``run_together``.
-        obstacles: see ``run_together``.
         why_not: why no tensors can be saved, if a warning has given the reason already.
         extra: further plain values of this worker.
     """
     if why_not is None and kinds_of(averager, worker_state):
         collect_in_group = partial(collect, averager, worker_state=worker_state, extra=extra)
-        content, why_not = run_together(averager, timeout, obstacles, collect_in_group, "gathering them")
+        content, why_not = run_together(averager, timeout, collect_in_group, "gathering them")
         if content is not None:
             return content
     return collect(averager, averager.workers, worker_state, why_not=why_not)

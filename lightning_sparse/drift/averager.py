@@ -152,7 +152,6 @@ class SparseModelAverager(Averager):
             RuntimeError: the module has the mean of all workers' weights, so the step would be lost; or the averager
                 was closed, or the last exchange was interrupted, or a newer averager has the same weights.
         """
-        self._prepare()
         if self.exchange.why_closed is not None:
             raise RuntimeError(self.exchange.why_closed)
         if self.shared.is_loaded:
@@ -165,9 +164,6 @@ class SparseModelAverager(Averager):
             self.is_exchanging = True
             self.exchange.run()
             self.is_exchanging = False
-
-    def _prepare(self) -> None:
-        """Do nothing; subclasses free gathered parameters."""
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -192,7 +188,6 @@ class SparseModelAverager(Averager):
 
         Collective with ``workers``, which agree on the changed tensors.
         """
-        self._prepare()
         snapshot = self._engine.snapshot()
         snapshot.shared, numbers = self.exchange.state()
         unsent = snapshot.shared.pop("unsent", {})
@@ -257,6 +252,10 @@ class SparseModelAverager(Averager):
     def progress(self) -> object:
         """The number of calls of `step`."""
         return self.num_steps
+
+    def obstacles(self) -> list[str]:
+        """Return reasons why a checkpoint cannot hold this worker's tensors now."""
+        return ["the shared weights were changed"] * self.shared.was_written_to + super().obstacles()
 
     def anchor(self) -> dict[str, Tensor]:
         """Return views of x by name with the weights' shapes, complex ones as real."""

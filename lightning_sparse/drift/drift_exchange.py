@@ -59,10 +59,9 @@ class DriftExchange:
         Raises:
             RuntimeError: an anchored parameter was replaced, renamed or removed.
         """
-        exchanged: list[DriftBucket] = []
         self.anchor_new()
         self._engine.begin()
-        self._engine.add_all(self._forming(exchanged))
+        exchanged = self._engine.add_all(self._formed())
         notes = self._engine.finish()
         largest = float(torch.cat([note[:, 0] for note in notes]).max())  # NaN if any is NaN
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
@@ -81,7 +80,7 @@ class DriftExchange:
         gradient_bytes = sum(bucket.gradient_bytes for bucket in self.buckets)
         self._engine.end_step(dense_bytes=self.options.every_n_steps * gradient_bytes)
 
-    def _forming(self, formed: list[DriftBucket]) -> Iterator[DriftBucket]:
+    def _formed(self) -> Iterator[DriftBucket]:
         # Only under these conditions can compiled functions keep unsent values in the weights.
         keeps_in_weights = self.options.keep_drift and self.outer is None
         for bucket in self.buckets:
@@ -106,7 +105,6 @@ class DriftExchange:
             )
             if drift.weights is None:
                 drift.form()
-            formed.append(drift)
             yield drift
 
     def _move_anchor(self, exchanged: list[DriftBucket]) -> None:

@@ -73,11 +73,6 @@ class Averager:
         return {name: real_numel(local(parameter)) for name, parameter in self._parameters.items()}
 
     @property
-    def num_elements(self) -> int:
-        """The number of exchanged elements of the model, if all shards have this rank's size."""
-        return self.replica.num_workers * sum(self.parameter_sizes.values())
-
-    @property
     def last_step(self) -> StepStats | None:
         """The statistics of the last exchange, None before the first."""
         return self._engine.last_step
@@ -139,9 +134,10 @@ class Averager:
             TypeError: the sparsifier is not a hard threshold.
             ValueError: the threshold is negative, NaN or infinite.
         """
-        numbers = self._engine.set_threshold(threshold)
+        calibrator = self._engine.given_calibrator
+        calibrator.set_threshold(threshold)
         if self._committed_numbers is not None:
-            self._committed_numbers = {**self._committed_numbers, **numbers}
+            self._committed_numbers = {**self._committed_numbers, **calibrator.state_dict()}
 
     # State.
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from lightning_sparse.selection.numbers import header_fields
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier, WholeStep
 
+_Bucket = TypeVar("_Bucket", bound=FlatBucket)
+
 
 class Engine:
     """Averages buckets sparsely. Collective: all workers make the same calls.
@@ -55,7 +57,6 @@ class Engine:
     Attributes:
         sparsifier: the engine's copy, with the calibrated λ; `Dense` for a group of one worker.
         options: the options; for a group of one worker without a ``value_dtype``.
-        per_layer_stats: whether headers hold numbers of every layer.
         workers: the workers that exchange values.
         exchange: routes payloads between the workers.
         calibrator: sets λ.
@@ -84,7 +85,7 @@ class Engine:
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._given_sparsifier = self.sparsifier = copy.deepcopy(sparsifier)
         calibrator_of = partial(Calibrator, logs=self.workers.rank == 0, keeps_residual=options.keeps_residual)
-        self._given_calibrator = self.calibrator = calibrator_of(self.sparsifier)
+        self.given_calibrator = self.calibrator = calibrator_of(self.sparsifier)
         if workers is None and self.workers.num_workers == 1 and self.exchange.has_shortcut:  # nothing to exchange
             # Checkpoints still contain the given sparsifier's λ and history, for a resume on several workers.
             self.sparsifier, options = Dense(), replace(options, value_dtype="float32")
@@ -145,16 +146,19 @@ class Engine:
             header = torch.cat([header, bucket.notes])
         self.exchange.start(transfer, header)
 
-    def add_all(self, buckets: Iterable[FlatBucket]) -> None:
-        """Survey all buckets if the sparsifier needs it, and add them. Collective."""
+    def add_all(self, buckets: Iterable[_Bucket]) -> list[_Bucket]:
+        """Survey all buckets if the sparsifier needs it, add them and return them. Collective."""
         if self.sparsifier.needs_survey:
             buckets = list(buckets)
             dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda dtype: dtype.itemsize)
             num_elements = sum(bucket.layout.num_elements for bucket in buckets)
             parts = [partial(bucket.compensated, dtype) for bucket in buckets]
             self.sparsifier.survey(WholeStep(parts, num_elements, dtype))
+        added = []
         for bucket in buckets:
             self.add(bucket)
+            added.append(bucket)
+        return added
 
     def finish(self) -> list[Tensor]:
         """End the exchange and complete all averages. Collective.
@@ -202,14 +206,9 @@ class Engine:
         for receiver in self.subscribers:
             receiver(stats)
 
-    def set_threshold(self, threshold: float) -> Mapping[str, Any]:
-        """Set λ from the next step on, and return the numbers that change."""
-        self._given_calibrator.set_threshold(threshold)
-        return self._given_calibrator.state_dict()
-
     def reset(self) -> None:
         """Return to the state before the first step."""
-        self._given_calibrator.begin()
+        self.given_calibrator.begin()
         self.exchange.load_state_dict({})
         self._given_sparsifier.load_state_dict({})
         self.last_step = None
@@ -219,7 +218,7 @@ class Engine:
         """Return the current numbers for a later ``snapshot``. Cheap enough for every step."""
         return {
             "settings": self._settings,
-            **self._given_calibrator.state_dict(),
+            **self.given_calibrator.state_dict(),
             "last_step": self.last_step,
             "next_step": self.next_step,
             "exchange": self.exchange.state_dict(),
@@ -245,7 +244,7 @@ class Engine:
         """
         saved, history = snapshot.numbers, snapshot.history
         if saved["settings"] == self._settings:
-            self._given_calibrator.load_state_dict(saved)
+            self.given_calibrator.load_state_dict(saved)
             self._given_sparsifier.load_state_dict(history.get("sparsifier", {}))
         elif self.workers.rank == 0:
             log_other_settings(self._settings, saved["settings"])

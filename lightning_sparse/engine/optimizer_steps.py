@@ -16,8 +16,9 @@ from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
+STEPS_BEFORE_WARNING = 20
+"""Consecutive steps, calls or backwards with the same fault before a warning."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of ``Optimizer.step``; the first positional one is the optimizer itself."""
 _observers: weakref.WeakKeyDictionary["StepObserver", None] = weakref.WeakKeyDictionary()
@@ -161,29 +162,22 @@ class UnexchangedParameters:
     def __init__(self, module: nn.Module, exchanged: Iterable[Tensor]) -> None:
         self._module = weakref.ref(module)
         self._exchanged = {id(parameter): parameter for parameter in exchanged}
-        self._of_other_modules = WeakTensorKeyDictionary()
 
-    def first_with_gradient(self) -> str | None:
-        """Return the name of the first unexchanged parameter with a gradient, or None."""
-        unknown = ((name, parameter) for name, parameter in self._named() if id(parameter) not in self._exchanged)
-        return next((name for name, parameter in unknown if parameter.grad is not None), None)
+    def first(self, optimizer: Optimizer | None = None) -> str | None:
+        """Return the name of the first unexchanged parameter with a gradient, or None.
 
-    def first_of(self, optimizer: Optimizer) -> str | None:
-        """Return the name of an optimizer's first unexchanged parameter with a gradient, or None."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                is_known = id(parameter) in self._exchanged or parameter in self._of_other_modules
-                if is_known or parameter.grad is None:
-                    continue
-                for name, candidate in self._named():
-                    if candidate is parameter:
-                        return name
-                self._of_other_modules[parameter] = True
+        Args:
+            optimizer: if given, only its parameters count.
+        """
+        module, groups = self._module(), [] if optimizer is None else optimizer.param_groups
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        if module is None or (optimizer is not None and stepped <= self._exchanged.keys()):
+            return None
+        for name, parameter in module.named_parameters():
+            is_meant = optimizer is None or id(parameter) in stepped
+            if is_meant and id(parameter) not in self._exchanged and parameter.grad is not None:
+                return name
         return None
-
-    def _named(self) -> Iterable[tuple[str, Tensor]]:
-        module = self._module()
-        return () if module is None else module.named_parameters()
 
 
 def changes_weights(optimizer: Optimizer) -> bool:

@@ -7,8 +7,8 @@ DDP calls the communication hook once per bucket, in the same order on all worke
 3. ``finish``  in the hook of the last bucket: reads all headers, the only synchronisation of the step with the device;
                issues further rounds, in order; writes all averages
 
-The payload of the last bucket carries the headers of all buckets. If that bucket has no payload, a small gather of the
-headers follows.
+If the last bucket is gathered, its payload carries the headers of all buckets. If not, a small gather of the headers
+follows.
 """
 
 from collections.abc import Iterator
@@ -178,7 +178,7 @@ class Exchange:
         self._transfers.append(transfer)
         self._headers.append(header)
         is_last = transfer.format.header_fields > 0
-        if is_last and isinstance(transfer, GatherTransfer) and transfer.carries_headers:
+        if is_last and type(transfer) is GatherTransfer:
             transfer.format.parts(transfer.payload).header.copy_(torch.cat(self._headers))
         transfer.start()
         if is_last:
@@ -195,7 +195,7 @@ class Exchange:
         local_sizes = [transfer.prepare() for transfer in transfers]
         numbers = [size.double().view(1) for size in local_sizes if size is not None]
         num_sizes = len(numbers)
-        if not transfers[-1].carries_headers:
+        if type(transfers[-1]) is not GatherTransfer:
             numbers = self._headers + numbers
         wait_for_copy = copy_to_host(self._gather(numbers))
         for transfer in transfers:
@@ -256,7 +256,7 @@ class Exchange:
         for transfer in self._transfers:
             transfer.work.wait()
         last = self._transfers[-1]
-        if isinstance(last, GatherTransfer) and last.carries_headers:
+        if type(last) is GatherTransfer:
             gathered.insert(0, last.headers())
         pending.wait()
         return torch.cat(gathered, 1) if len(gathered) > 1 else gathered[0]

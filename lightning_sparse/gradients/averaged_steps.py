@@ -6,10 +6,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, UnexchangedParameters, changes_weights
-
-MAX_EMPTY_CALLS = 20
-"""Consecutive calls without a gradient before the warning."""
+from lightning_sparse.engine.optimizer_steps import (
+    STEPS_BEFORE_WARNING,
+    ParameterStepObserver,
+    UnexchangedParameters,
+    changes_weights,
+)
 
 
 class AveragedStepObserver(ParameterStepObserver):
@@ -30,11 +32,11 @@ class AveragedStepObserver(ParameterStepObserver):
         marks = _marks_of(parameters)
         self._empty_calls = 0 if marks else self._empty_calls + 1
         if not marks:
-            self._require_exchanged(self._unexchanged.first_with_gradient())
-        if self._empty_calls == MAX_EMPTY_CALLS:
+            self._require_exchanged(self._unexchanged.first())
+        if self._empty_calls == STEPS_BEFORE_WARNING:
             self._warn(
                 "no gradients",
-                f"average_gradients() found no gradients in {MAX_EMPTY_CALLS} calls. Call it after backward() and "
+                f"average_gradients() found no gradients in {STEPS_BEFORE_WARNING} calls. Call it after backward() and "
                 "before zero_grad()",
             )
         if marks and marks.items() <= self._averaged.items():
@@ -49,7 +51,7 @@ class AveragedStepObserver(ParameterStepObserver):
         self._averaged |= _marks_of(parameters)
 
     def _before(self, optimizer: Optimizer) -> None:
-        self._require_exchanged(self._unexchanged.first_of(optimizer))
+        self._require_exchanged(self._unexchanged.first(optimizer))
 
     def _require_exchanged(self, name: str | None) -> None:
         if name is not None:

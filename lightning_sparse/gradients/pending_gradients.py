@@ -25,11 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, weak_method
+from lightning_sparse.engine.optimizer_steps import (
+    STEPS_BEFORE_WARNING,
+    Arguments,
+    StepObserver,
+    UnexchangedParameters,
+    weak_method,
+)
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
-STEPS_BEFORE_WARNING = 20
-"""Backwards rolled back without any step, or steps with gradients that no optimizer uses, before a warning."""
 CAREFUL_EXCHANGES = 2
 """Exchanges whose gradient norms are always stored; later only if a backward ever began with pending changes."""
 
@@ -58,13 +62,13 @@ class PendingGradients(StepObserver):
         is_stepping: whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS).
         step_receivers: called after every step on these parameters, with the names of parameters for which any worker
             had a gradient; the same on all workers.
-        drop_receivers: called after a roll-back with the names of the parameters without a gradient.
+        on_drop: called after a roll-back with the names of the parameters without a gradient.
     """
 
     def __init__(self, parameters: Mapping[Tensor, str], *memories: ResidualMemory | LastLearningRates) -> None:
         self.is_stepping = False
         self.step_receivers: list[Callable[[set[str]], None]] = []
-        self.drop_receivers: list[Callable[[set[str]], None]] = []
+        self.on_drop: Callable[[set[str]], None] = lambda _: None
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._memories = memories
         self.pending: set[str] = set()
@@ -213,8 +217,7 @@ class PendingGradients(StepObserver):
         if not gone:
             return
         self._change(gone, commits=False)
-        for call in self.drop_receivers:
-            call(gone)
+        self.on_drop(gone)
         if not self.progress and not self.is_stepping:
             self._rolled_back_without_a_step += 1
             if self._rolled_back_without_a_step == STEPS_BEFORE_WARNING:
@@ -239,7 +242,7 @@ class PendingGradients(StepObserver):
 
     def _step_begins(self, optimizer: Optimizer, _: Arguments) -> None:
         self.is_stepping = True
-        if self._unexchanged is not None and (name := self._unexchanged.first_of(optimizer)) is not None:
+        if self._unexchanged is not None and (name := self._unexchanged.first(optimizer)) is not None:
             rank_zero_warn(
                 f"lightning_sparse: an optimizer steps on {name!r}, which DDP does not exchange, so it differs between "
                 "workers, as under plain DDP. It was frozen or absent when DDP wrapped the model, or its layer was "

@@ -107,8 +107,7 @@ class ShardExchange(Averager):
         self._taken: set[str] = set()
         self.residuals = ResidualMemory(in_place=True)
         self._bucket_new()
-        trained = {name: as_real(local(named[name])).new_empty(0) for name in self._taken}
-        warm_up_steps(self._engine, trained, has_unused=True)
+        warm_up_steps(self._engine, {name: named[name] for name in self._taken}, has_unused=True)
 
     def close(self) -> None:
         """Destroy the process groups of this exchange, except those that other exchanges share."""
@@ -139,7 +138,6 @@ class ShardExchange(Averager):
         self.is_exchanging = True
         self._bucket_new()
         self._engine.begin()
-        exchanged: list[FlatBucket] = []
 
         def filled() -> Iterator[FlatBucket]:
             for bucket in self._buckets:
@@ -150,10 +148,9 @@ class ShardExchange(Averager):
                 }
                 is_last = bucket is self._buckets[-1]
                 notes = numbers_on_device(tuple(name in gradients for name in bucket.layout.names), self.device)
-                exchanged.append(_bucket_of_copies(bucket, gradients, self.residuals, is_last=is_last, notes=notes))
-                yield exchanged[-1]
+                yield _bucket_of_copies(bucket, gradients, self.residuals, is_last=is_last, notes=notes)
 
-        self._engine.add_all(filled())
+        exchanged = self._engine.add_all(filled())
         notes = self._engine.finish()
         for bucket, flat, marks in zip(self._buckets, exchanged, notes, strict=True):
             self.observed_steps.averaged(_write_gradients(bucket, flat.average, marks.any(0).tolist()))

@@ -95,7 +95,7 @@ class SparseState(Averager):
         self._bucket_names: list[tuple[str, ...]] = []
         self._note_numbers()
         self.pending_gradients.step_receivers.append(weak_method(self._count_step))
-        self.pending_gradients.drop_receivers.append(weak_method(self._report_dropped))
+        self.pending_gradients.on_drop = weak_method(self._report_dropped)
 
     def warm_up(self, *, is_scaled: bool) -> None:
         """Compile the kernels of all steps; see ``lightning_sparse.engine.warmup``."""

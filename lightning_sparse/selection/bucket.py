@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.exchange.routes.adding import subtract
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
+from lightning_sparse.exchange.routes.adding import native_payloads
 from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.kernels.native import Parts
+from lightning_sparse.kernels.native import Parts, subtract
 from lightning_sparse.selection.numbers import squared_norm
 from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection
@@ -70,8 +71,9 @@ class FlatBucket:
     def move(self, transfer: Transfer, rows: Tensor) -> None:
         """Move x and w by the average of all workers' payloads, without a tensor for the average."""
         assert self.weights is not None
-        by_senders = transfer.by_senders
-        subtract(transfer.format, rows, self.residual.before, self.weights, transfer.buffers, by_senders=by_senders)
+        anchor = self.residual.before
+        zeros = transfer.buffers.take("zeros", BLOCK_ELEMENTS, anchor.dtype, anchor.device).zero_()
+        subtract(native_payloads(transfer.format, rows, transfer.by_senders), anchor, self.weights, zeros)
         self.has_moved = True
 
     def pieces(self, run: ThresholdRun) -> list[ThresholdRun]:

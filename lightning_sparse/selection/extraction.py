@@ -22,9 +22,9 @@ from lightning_sparse.selection.fused_threshold import take_out_fused
 from lightning_sparse.selection.numbers import (
     FIXED_FIELDS,
     SLOTS,
-    LocalNumbers,
     boundaries_of,
     header_fields,
+    header_of,
     layer_errors,
     squared_norm,
 )
@@ -88,23 +88,20 @@ class Extraction:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
         if uses_triton:
             header = self._fill_fused(bucket, transfer)
-            if measures_gradient:
-                header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
-            if keeps_sums:
-                bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # non-finite values beyond the capacity
-            return header
-        if uses_c:
-            numbers = self._fill_natively(bucket, transfer)
+        elif uses_c:
+            header = self._fill_natively(bucket, transfer)
         elif self._selects_by_mask and (transfer.payload is None or bucket.gradient.device.type != "cpu"):
-            numbers = self._fill_marked(bucket, transfer)
+            header = self._fill_marked(bucket, transfer)
         else:
-            numbers = self._fill_selected(bucket, transfer)
-        if keeps_sums and not uses_c:
-            put_back(bucket.residual.after, transfer.overflow())
-        if keeps_sums and (not uses_c or numbers.non_finite):
-            bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # non-finite values beyond the capacity
-        numbers.squared_gradient_norm = squared_gradient_norm
-        return numbers.header(bucket.gradient.device)
+            header = self._fill_selected(bucket, transfer)
+        if measures_gradient:
+            header[SLOTS["squared_gradient_norm"]] = squared_gradient_norm
+        if keeps_sums:
+            if not uses_triton and not uses_c:
+                put_back(bucket.residual.after, transfer.overflow())
+            if not uses_c or header[SLOTS["non_finite"]]:
+                bucket.residual.after.nan_to_num_(0.0, 0.0, 0.0)  # non-finite values beyond the capacity
+        return header
 
     def _fill_fused(self, bucket: FlatBucket, transfer: Transfer) -> Tensor:
         after, runs = bucket.residual.after, self._pieces(bucket)
@@ -117,7 +114,7 @@ class Extraction:
             header[FIXED_FIELDS + len(bucket.layout.names) :] = layer_errors(after, bucket.layout)
         return header
 
-    def _fill_natively(self, bucket: FlatBucket, transfer: Transfer) -> LocalNumbers:
+    def _fill_natively(self, bucket: FlatBucket, transfer: Transfer) -> Tensor:
         """Fill in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient.
 
         Drifts take 8 bytes per element, and 16 with a masked drift. Their weights then are x − e'. A residual of zeros
@@ -171,15 +168,20 @@ class Extraction:
                 transfer.overflow = lambda: overflow
             after.zero_()
             errors = [0.0] * len(errors)
-        numbers = LocalNumbers(step.selected, step.non_finite, sum(errors))
-        if self._num_slices:
-            numbers.largest_slice = slices.amax()
+        of_layers = None
         if self._per_layer:
             of_errors = torch.tensor(errors, dtype=torch.float64)
-            numbers.of_layers = {"selected": torch.tensor(counts).diff(), "squared_error": of_errors}
-        return numbers
+            of_layers = {"selected": torch.tensor(counts).diff(), "squared_error": of_errors}
+        return header_of(
+            gradient.device,
+            of_layers,
+            selected=step.selected,
+            non_finite=step.non_finite,
+            squared_error=sum(errors),
+            largest_slice=slices.amax() if self._num_slices else 0,
+        )
 
-    def _fill_marked(self, bucket: FlatBucket, transfer: Transfer) -> LocalNumbers:
+    def _fill_marked(self, bucket: FlatBucket, transfer: Transfer) -> Tensor:
         """Fill by a mask, without a wait for the device: indices would synchronise, and dense routes need none."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
@@ -208,9 +210,9 @@ class Extraction:
         def count_before(positions: Tensor) -> Tensor:
             return torch.nn.functional.pad(marks.cumsum(0), (1, 0)).index_select(0, positions)
 
-        return self._numbers(bucket, transfer, marks.count_nonzero(), non_finite, count_before)
+        return self._header(bucket, transfer, marks.count_nonzero(), non_finite, count_before)
 
-    def _fill_selected(self, bucket: FlatBucket, transfer: Transfer) -> LocalNumbers:
+    def _fill_selected(self, bucket: FlatBucket, transfer: Transfer) -> Tensor:
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         version = compensated._version
         selected = self._sparsifier.select(compensated, bucket.layout)
@@ -232,7 +234,7 @@ class Extraction:
             transfer.overflow = lambda: Selection(sent.indices[capacity:], sent.values[capacity:])
         non_finite = sent.values.isfinite().logical_not_().count_nonzero()
         count_before = partial(torch.searchsorted, sent.indices)
-        return self._numbers(bucket, transfer, sent.indices.numel(), non_finite, count_before)
+        return self._header(bucket, transfer, sent.indices.numel(), non_finite, count_before)
 
     def _take_overflow(self, bucket: FlatBucket, payload_format: PayloadFormat, payload: Tensor) -> Selection:
         """Take the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
@@ -255,28 +257,29 @@ class Extraction:
             bucket.weights.put(overflow.indices, (anchor - residual)[overflow.indices])
         return overflow
 
-    def _numbers(
+    def _header(
         self,
         bucket: FlatBucket,
         transfer: Transfer,
         selected: int | Tensor,
         non_finite: Tensor,
         count_before: Callable[[Tensor], Tensor],
-    ) -> LocalNumbers:
-        """Return the numbers of a bucket with computed e'; ``count_before`` counts coordinates before positions."""
+    ) -> Tensor:
+        """Return the header of a bucket with computed e'; ``count_before`` counts coordinates before positions."""
         after = bucket.residual.after
         if not self._keeps_residual:
             after.zero_()
-        numbers = LocalNumbers(selected, non_finite, squared_norm(after))
+        numbers = {"selected": selected, "non_finite": non_finite, "squared_error": squared_norm(after)}
+        of_layers = None
         boundaries, num_layers, num_slices = self._counted(bucket, transfer)
         if boundaries is not None:
             before = count_before(boundaries)
             if num_slices:
-                numbers.largest_slice = before[-num_slices - 1 :].diff().amax()
+                numbers["largest_slice"] = before[-num_slices - 1 :].diff().amax()
             if num_layers:
-                of_layers = before[: num_layers + 1].diff()
-                numbers.of_layers = {"selected": of_layers, "squared_error": layer_errors(after, bucket.layout)}
-        return numbers
+                counts = before[: num_layers + 1].diff()
+                of_layers = {"selected": counts, "squared_error": layer_errors(after, bucket.layout)}
+        return header_of(after.device, of_layers, **numbers)
 
     def _counted(self, bucket: FlatBucket, transfer: Transfer) -> tuple[Tensor | None, int, int]:
         """Return boundaries of the layers and slices whose coordinates are counted, and the number of each."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,7 @@ class StepNumber:
     """The rules for combining and logging a number of a step.
 
     Attributes:
-        name: its field in `StepStats`; in ``LocalNumbers`` as well if a header holds it.
+        name: its field in `StepStats`, if it has one.
         is_count: whether it is a whole number.
         in_header: whether every bucket's header holds it. Headers keep the order of the table.
         per_layer: whether ``LayerStats`` holds it for every layer, and the header as well if it holds the number.
@@ -62,18 +61,17 @@ STEP_NUMBERS = (
     StepNumber("threshold", logged="threshold"),
 )
 """Every number of a step. A new number needs a row here and a field in `StepStats`, with a default because checkpoints
-hold `StepStats`. A rule other than sum and mean needs a branch in ``combined``. If headers hold the number, it also
-needs a field in ``LocalNumbers`` and three places that measure it: ``Extraction._numbers`` for tensors, ``native.c``
-with ``Extraction._fill_natively``, and ``kernels/threshold.py``. There, ``walk_block`` writes it for a block if
-``_WALK`` in ``fused_threshold.py`` names it. ``summarise`` gets the places of all numbers of the header, so it needs a
-parameter for the new one, and must store it."""
+hold `StepStats`. A rule other than sum and mean needs a branch in ``combined``. If headers hold the number, three
+places measure it: ``Extraction._header`` for tensors, ``native.c`` with ``Extraction._fill_natively``, and
+``kernels/threshold.py``. There, ``walk_block`` writes it for a block if ``_WALK`` in ``fused_threshold.py`` names it.
+``summarise`` gets the places of all numbers of the header, so it needs a parameter for the new one, and must store it.
+"""
 HEADER = tuple(number for number in STEP_NUMBERS if number.in_header)
 LAYER_HEADER = tuple(number for number in HEADER if number.per_layer)
 SLOTS = {number.name: slot for slot, number in enumerate(HEADER)}
 """The position of each number in a header."""
 FIXED_FIELDS = len(HEADER)
 """Fields of a header before the per-layer fields."""
-_of_header = attrgetter(*SLOTS)
 
 
 def header_fields(layout: LayerLayout, per_layer: bool) -> int:
@@ -99,39 +97,24 @@ def combined(
     ]
 
 
-@dataclass
-class LocalNumbers:
-    """A worker's numbers of a bucket: Python numbers, or tensors of one element on its device.
+def header_of(device: torch.device, of_layers: Mapping[str, Tensor] | None = None, **numbers: float | Tensor) -> Tensor:
+    """Return a header: float64, shape (H,), on the bucket's device, without a wait for the device.
 
-    Attributes:
-        selected: k of this bucket.
-        non_finite: selected NaN and infinite values.
-        squared_error: ‖e'‖², in gradient units squared.
-        largest_slice: the largest count of coordinates in a slice, if the exchange needs it.
-        squared_gradient_norm: ‖g‖² of the unscaled gradient, if calibration needs it.
-        of_layers: each number of ``LAYER_HEADER`` for every layer, by name, shapes (L,), if per-layer numbers are
-            enabled.
+    Args:
+        device: the bucket's device.
+        of_layers: each number of ``LAYER_HEADER`` for every layer, by name, shapes (L,); None without per-layer
+            numbers.
+        **numbers: numbers of ``HEADER`` by name: Python numbers, or tensors of one element; the others are 0.
     """
-
-    selected: int | Tensor
-    non_finite: int | Tensor
-    squared_error: float | Tensor
-    largest_slice: int | Tensor = 0
-    squared_gradient_norm: float | Tensor = 0.0
-    of_layers: Mapping[str, Tensor] | None = None
-
-    def header(self, device: torch.device) -> Tensor:
-        """Return the header: float64, shape (H,), on the bucket's device, without a wait for the device."""
-        fixed = _of_header(self)
-        if device.type == "cpu":
-            header = torch.tensor([float(number) for number in fixed], dtype=torch.float64)
-        else:
-            header = torch.zeros(FIXED_FIELDS, dtype=torch.float64, device=device)
-            for slot, number in enumerate(fixed):
-                header[slot] = number
-        if self.of_layers is None:
-            return header
-        return torch.cat([header, *(self.of_layers[number.name].double() for number in LAYER_HEADER)])
+    if device.type == "cpu":
+        header = torch.tensor([float(numbers.get(name, 0)) for name in SLOTS], dtype=torch.float64)
+    else:
+        header = torch.zeros(FIXED_FIELDS, dtype=torch.float64, device=device)
+        for name, number in numbers.items():
+            header[SLOTS[name]] = number
+    if of_layers is None:
+        return header
+    return torch.cat([header, *(of_layers[number.name].double() for number in LAYER_HEADER)])
 
 
 SMALLEST_SQUARES = 1e-29

@@ -45,7 +45,8 @@ class Advice:
 
     def __init__(self, averager: Averager, *, is_sharded: bool, is_dense_by_choice: bool) -> None:
         self._kind, self._keeps_residual, self._is_sharded = averager.kind, averager.keeps_residual, is_sharded
-        self._num_workers, self._num_elements = averager.workers.num_workers, averager.num_elements
+        self._num_workers = averager.workers.num_workers
+        self._num_elements = averager.replica.num_workers * sum(averager.parameter_sizes.values())
         self._sparsifier = averager.sparsifier
         self._is_dense_by_choice, self._is_watching = is_dense_by_choice, False
         if self._num_workers > 1:

@@ -164,19 +164,11 @@ class SparseLocalStrategy(LocalTraining, DDPStrategy):
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
-        obstacles = self._obstacles(averager)
-        return run_together(averager, self._timeout, obstacles, averager.shared.mean, "averaging weights")
-
-    def _obstacles(self, averager: SparseModelAverager) -> list[str]:
-        """Return reasons why drifts cannot be saved now, in equal words on all workers."""
-        return ["the shared weights were changed"] * averager.shared.was_written_to
+        return run_together(averager, self._timeout, averager.shared.mean, "averaging weights")
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         assert self.state is not None
         keys = {"optimizer_states": "optimizer_states", "precision_state": type(self.precision_plugin).__qualname__}
         extra = {name: checkpoint[key] for name, key in keys.items() if key in checkpoint}
-        obstacles = self._obstacles(self.state)
-        return collect_together(
-            self.state, self.worker_state, self._timeout, obstacles=obstacles, why_not=self._why_not, extra=extra
-        )
+        return collect_together(self.state, self.worker_state, self._timeout, why_not=self._why_not, extra=extra)

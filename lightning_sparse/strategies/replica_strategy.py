@@ -2,8 +2,6 @@
 
 import shutil
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -163,26 +161,23 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         path = place = Path(self.broadcast(filepath))
         require_replaceable(path)
         self.barrier()
-        self._on_each_node(partial(shutil.rmtree, ignore_errors=True), part_of(path))  # a kill has left it
         if self._save_distributed_checkpoint:
             place = part_of(path)  # directly in path, a kill would leave a mixture of this save and an earlier one
-        else:
-            self._on_each_node(set_aside, path)  # Lightning would let all ranks remove a folder at once
+        if self.global_rank == 0:
+            shutil.rmtree(part_of(path), ignore_errors=True)  # a kill has left it
+            if place is path:
+                set_aside(path)  # Lightning would let all ranks remove a folder at once
+        self.barrier()
         try:
             super().save_checkpoint(checkpoint, place, storage_options)
             self.barrier()
         except BaseException:
-            if self.global_rank == 0:  # which renames it first; another node could remove what it has renamed
+            if self.global_rank == 0:
                 shutil.rmtree(part_of(path), ignore_errors=True)
             raise
-        self._on_each_node(put_in_place, path)
-
-    def _on_each_node(self, function: Callable[[Path], None], path: Path) -> None:
-        """Call a function on one node after the other, because some may share a disk."""
-        for node in range(self.num_nodes):
-            if self.local_rank == 0 and self.node_rank == node:
-                function(path)
-            self.barrier()
+        if self.global_rank == 0:
+            put_in_place(path)
+        self.barrier()
 
     @override
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -153,10 +153,9 @@ def test_a_complete_folder_replaces_the_previous_checkpoint(tmp_path: Path, befo
         (path / "old").touch()
     part_of(path).mkdir()
     (part_of(path) / "new").touch()
-    for _ in range(2):  # a second node that shares the disk finds the folder in place
-        put_in_place(path)
-        assert [file.name for file in path.iterdir()] == ["new"]
-        assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    put_in_place(path)
+    assert [file.name for file in path.iterdir()] == ["new"]
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def _train_and_raise(folder: str, kind: Any, is_folder: bool, is_alone: bool) -> None:

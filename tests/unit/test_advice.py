@@ -173,7 +173,8 @@ def listen(situation: Situation) -> list[str]:
     holder: Any = SimpleNamespace(
         sparsifier=situation.sparsifier,
         workers=SimpleNamespace(num_workers=situation.workers),
-        num_elements=situation.trained,
+        replica=SimpleNamespace(num_workers=1),
+        parameter_sizes={"weight": situation.trained},
         kind=situation.kind,
         keeps_residual=situation.keeps_residual,
         subscribe=subscribers.append,

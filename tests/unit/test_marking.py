@@ -39,7 +39,7 @@ def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS
     extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_residual=True)
     memory = Residual(torch.zeros_like(residual), residual)
     bucket = FlatBucket(0, layout, values.clone(), memory, is_last=True, left_out=unused)
-    header = fill(extraction, bucket, transfer).header(torch.device("cpu"))
+    header = fill(extraction, bucket, transfer)
     return transfer.sent(int(header[0])), residual, header
 
 

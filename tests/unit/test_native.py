@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
 from lightning_sparse.exchange.buffers import Buffers
-from lightning_sparse.exchange.payload import PayloadFormat
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.routes import adding
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import building, native
@@ -202,7 +202,8 @@ def test_native_functions_move_weights_by_an_average(wire, by_senders):
     average, anchor, parts = torch.zeros(sum(sizes)), weights + 1, [part.clone() for part in weights.split(sizes)]
     adding.average(payload_format, rows, average, Buffers(), by_senders=by_senders)
     versions = [part._version for part in parts]
-    adding.subtract(payload_format, rows, anchor, native.Parts(parts), Buffers(), by_senders=by_senders)
+    payloads = adding.native_payloads(payload_format, rows, by_senders)
+    native.subtract(payloads, anchor, native.Parts(parts), torch.zeros(BLOCK_ELEMENTS))
     assert_equal((anchor, torch.cat(parts)), (weights + 1 - average, weights - average))
     assert all(part._version > version for part, version in zip(parts, versions, strict=True))
     assert average.count_nonzero() > 5000

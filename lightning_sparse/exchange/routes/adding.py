@@ -16,7 +16,7 @@ from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.kernels import is_available, launch, native
 from lightning_sparse.kernels.decode import add_payloads
-from lightning_sparse.kernels.native import WIRES, Parts, Payloads, is_native, pointer
+from lightning_sparse.kernels.native import WIRES, Payloads, is_native, pointer
 from lightning_sparse.sparsifiers.protocol import Selection
 
 TILE = 1024
@@ -40,7 +40,7 @@ def average(
     """
     has_kernels = is_available(out.device)
     if not has_kernels and is_native(out, wire_dtype=payload_format.wire.dtype):
-        native.average(_native(payload_format, rows, by_senders), out)
+        native.average(native_payloads(payload_format, rows, by_senders), out)
         return
     senders = None
     if by_senders:
@@ -54,18 +54,7 @@ def average(
     out.div_(len(rows) if senders is None else senders.clamp_(min=1))
 
 
-def subtract(
-    payload_format: PayloadFormat, rows: Tensor, anchor: Tensor, weights: Parts, buffers: Buffers, *, by_senders: bool
-) -> None:
-    """Subtract the average of payloads from an anchor and weights where a worker sent a value; see ``average``.
-
-    Needs ``is_native``. The anchor gets the same bits as by ``average``.
-    """
-    zeros = buffers.take("zeros", BLOCK_ELEMENTS, anchor.dtype, anchor.device).zero_()
-    native.subtract(_native(payload_format, rows, by_senders), anchor, weights, zeros)
-
-
-def _native(payload_format: PayloadFormat, rows: Tensor, by_senders: bool) -> Payloads:
+def native_payloads(payload_format: PayloadFormat, rows: Tensor, by_senders: bool) -> Payloads:
     """Describe payloads, which must outlive the result, to compiled functions."""
     _, ends, values, offsets = payload_format.parts(rows[0])
     sizes = rows.stride(0), len(rows), values.numel(), ends.numel()

@@ -82,8 +82,6 @@ class GatherTransfer(Transfer):
         rows: all workers' payloads once ``work`` has ended: uint8, shape (n, bytes), each contiguous.
     """
 
-    carries_headers = True
-
     coalescer: PayloadCoalescer
     capacity: int
     costs: Costs | None

@@ -55,8 +55,6 @@ class ReduceScatterTransfer(GatherTransfer):
         put_back: adds values at unique indices to the residual.
     """
 
-    carries_headers = False
-
     slice_capacity: int
     union_capacity: int | None
     thresholds_sums: bool = False

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,10 +48,7 @@ class Transfer:
         is_dense: whether all workers exchange the bucket densely, with zeros for unselected elements.
         is_typical: whether later steps are expected to resemble this step.
         is_cleared: whether the caller left zeros in ``out``.
-        carries_headers: whether the last bucket's payload carries the headers of all buckets.
     """
-
-    carries_headers: ClassVar[bool] = False
 
     bucket: int
     format: PayloadFormat
