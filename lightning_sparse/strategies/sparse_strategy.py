@@ -43,8 +43,8 @@ class SparseStrategy(TakesOptions):
         worker_state: state of the workers in checkpoints. ``"full"``: every worker's residual, or weights and
             optimizers, n times the size of the model. A resume then equals an uninterrupted run. ``"small"``: the size
             of one worker's state. ``ddp_*`` saves the mean residual, which keeps the pending update (1/n) Σ e_i.
-            ``hsdp_*`` saves no residuals. ``local_*`` saves the mean weights and the optimizers of rank 0, and with
-            ``keep_drift=False`` between replicas every unsent drift.
+            ``hsdp_*`` saves no residuals. ``local_*`` saves the mean weights and the optimizers of rank 0.
+            ``local_hsdp_*`` with ``keep_drift=False`` also saves every unsent drift.
         **kwargs: arguments of Lightning's strategy.
 
     Attributes:
