@@ -26,6 +26,12 @@ excess: after calibration in the first warmup steps, λ is soon a hundred times 
 most 95 % per step and falls by at most 11 %. At the highest pace, it triples or falls by 43 %."""
 LOG_AIM = log(4.0)
 """The largest distance of the controller's aim from the target density, in logarithms."""
+REACH = 4.0
+"""Unsent values are negligible if they are too small for λ / REACH to send the missing coordinates, and even to send as
+many as this step did."""
+MOST_UNSENT = 2.0
+"""Unsent values are below λ, with sparse sums some below λ √n: their mean square is below this, in λ². A larger error
+consists of rounding errors of values that are sent."""
 SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
 """λ stays between these: it is compared with float32 values."""
 MAX_SMALL_LAYER_SHARE = 0.5
@@ -110,8 +116,8 @@ class DensityControl:
         """Return λ for the next step.
 
         λ does not change if nothing was sent and the residual has not changed: the layer was not used, or the learning
-        rate of a drift is 0. If all nonzero values were sent, a smaller λ would not send more, so λ does not fall, and
-        the controller does not compensate for this step.
+        rate of a drift is 0. If unsent values are zero or negligible, or only rounding errors, a smaller λ would not
+        send enough. So λ does not fall, and the controller does not compensate for this step.
 
         Args:
             threshold: λ of this step.
@@ -128,8 +134,11 @@ class DensityControl:
         seen = stats.density / self.density
         self.recent += (seen - self.recent) * pace / RECENT_STEPS
         # Residuals of κ λ, which sent values leave, do not count. Else λ would fall forever if the density is too high.
-        left_by_sent = self.density * stats.num_elements * (overshoot * threshold) ** 2
-        if keeps_residual and seen < 1 and stats.squared_error <= left_by_sent:
+        aimed = self.density * stats.num_elements
+        left_by_sent = aimed * (overshoot * threshold) ** 2
+        negligible = aimed * min(seen, 1 - seen) * (threshold / REACH) ** 2
+        most_unsent = MOST_UNSENT * stats.num_elements * threshold**2
+        if keeps_residual and seen < 1 and not left_by_sent + negligible < stats.squared_error < most_unsent:
             return threshold
         most = LOG_AIM * HORIZON / pace
         self.owed = min(most, self.owed + 1 - seen)  # bounded, so that a long deficit is not sent at once

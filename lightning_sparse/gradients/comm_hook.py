@@ -131,7 +131,7 @@ def refuse_sparse_gradients(module: torch.nn.Module, ignored: Collection[str] = 
             raise ValueError(
                 f"The layer {name!r} is {type(layer).__name__}(sparse=True), whose gradient is a sparse tensor. Set "
                 "sparse=False: the exchange then sends only rows whose gradients reach the threshold. Use Adam or SGD "
-                "instead of SparseAdam, or Lightning's 'ddp' for sparse gradients."
+                "instead of SparseAdam. With sparse gradients, use a local_* strategy or Lightning's 'ddp'."
             )
 
 

@@ -11,13 +11,14 @@ from lightning_sparse import HardThreshold, StepStats
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.density_control import DensityControl, pace_of
 from lightning_sparse.engine.step_stats import LayerStats
+from lightning_sparse.exchange.wire import wire_of
 
 CALIBRATION_STEPS = 50
 
 
 def corrected(control, threshold, density, *, is_all=False):
-    """Return the next λ after a step in which the residual has changed."""
-    squared_error = 0.0 if is_all else abs(control.squared_error) + 1
+    """Return the next λ after a step that left nothing, or half of λ² per element."""
+    squared_error = 0.0 if is_all else 500 * threshold**2
     stats = LayerStats(1, 1000, round(1000 * density), squared_error)
     return control.corrected(threshold, stats, pace_of(control.density))
 
@@ -31,7 +32,8 @@ def walk(threshold, increments, control=None):
         residuals[selected] = 0
         densities.append(selected.mean())
         if control is not None:
-            threshold = corrected(control, threshold, densities[-1])
+            stats = LayerStats(1, residuals.size, int(selected.sum()), float(np.square(residuals).sum()))
+            threshold = control.corrected(threshold, stats, pace_of(control.density))
     return np.array(densities)
 
 
@@ -120,6 +122,26 @@ def test_the_controller_does_not_compensate_an_unreachable_density_later():
         threshold = corrected(control, threshold, 0.004)
     thresholds = [threshold := corrected(control, threshold, 0.16) for _ in range(200)]
     assert thresholds[-1] > 10 * min(thresholds)
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float8"])
+def test_a_threshold_suits_the_sent_values_while_a_density_cannot_be_reached(value_dtype):
+    """Rounding errors of sent values look like unsent values, and float8 limits sent values to a multiple of λ."""
+    generator, residual = torch.Generator().manual_seed(0), torch.zeros(10_000)
+    control, threshold, lowest, densities = DensityControl(0.01), 3.0, 3.0, []
+    for step in range(2000):
+        moving = residual[:25] if step < 1000 else residual
+        moving += torch.randn(moving.shape, generator=generator)
+        wire = wire_of(value_dtype, torch.float32, HardThreshold(threshold=threshold))
+        selected = residual.abs() >= threshold
+        residual[selected] -= wire.rounded(residual[selected])
+        stats = LayerStats(1, residual.numel(), int(selected.sum()), float(residual.square().sum()))
+        threshold = control.corrected(threshold, stats, pace_of(control.density))
+        lowest = min(lowest, threshold)
+        densities.append(stats.density)
+    assert densities[999] > 0.9 * 0.0025  # nearly all that can be sent
+    assert lowest > 1e-4
+    assert 1 / 1.5 < np.mean(densities[1000:]) / 0.01 < 1.5
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])
