@@ -116,8 +116,8 @@ def _largest(values: Tensor) -> Tensor:
 def outer_state(outer: Optimizer | None, parts: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
     """Return an outer optimizer's tensors, and its kind and numbers.
 
-    Tensors with the shape of a part of the anchor are returned by ``PREFIX`` + key and by name. All other state is
-    copied by name and key, under ``"numbers"``.
+    Tensors of the shape of their part of the anchor are under ``PREFIX`` + key, by name, and share memory. Copies of
+    all other state are under ``"numbers"``, by name and key.
     """
     tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -136,9 +136,10 @@ def load_outer(
     tensors: Mapping[str, Mapping[str, Tensor]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Load the results of ``outer_state``, for parts of the same size.
+    """Replace the outer optimizer's state by the results of ``outer_state``.
 
-    Ignores tensors without ``PREFIX``. Warns, and loads nothing, if the state is of another kind of optimizer.
+    Ignores tensors without ``PREFIX``; parts of another size start without state. Warns, and changes nothing, if the
+    state is of another kind of optimizer.
     """
     now = _kind_of(outer)
     if saved["kind"] is not None and saved["kind"] != now:

@@ -71,8 +71,10 @@ class SparseModelAverager(Averager):
         shared: copies weights that all workers share into the module.
 
     Raises:
+        TypeError: the module, the sparsifier or the options have a wrong type.
         RuntimeError: settings or the model differ between workers (on every worker).
-        ValueError: the module is wrapped in DDP, sharded, on several devices, or has no parameters to train.
+        ValueError: the module is wrapped in DDP, sharded, on several devices, not initialised, or has no parameters to
+            train; or the options do not support the sparsifier.
     """
 
     kind = "drifts"
@@ -149,8 +151,8 @@ class SparseModelAverager(Averager):
         """Count an optimizer step, and exchange drifts every ``every_n_steps`` steps. Collective.
 
         Raises:
-            RuntimeError: the module has the mean of all workers' weights, so the step would be lost; or the averager
-                was closed, or the last exchange was interrupted, or a newer averager has the same weights.
+            RuntimeError: the module has the mean weights, the averager was closed, a newer averager has the same
+                weights, the last exchange was interrupted, or a trained parameter was replaced.
         """
         if self.exchange.why_closed is not None:
             raise RuntimeError(self.exchange.why_closed)
@@ -225,7 +227,7 @@ class SparseModelAverager(Averager):
                 weights[name] = torch.empty_like(part, memory_format=torch.contiguous_format)
                 as_real(weights[name]).copy_(saved[name].view(as_real(part).shape))
             if self.options.keep_drift and name in unsent and unsent[name].numel() == real_numel(part):
-                # With keep_drift, unsent values of a run without it belong to the weights.
+                # Move unsent values of a run without keep_drift into the weights.
                 weight = weights.setdefault(name, part.clone())
                 as_real(weight).sub_(unsent[name].to(part.device).view(as_real(part).shape))
         self.shared.store_own(weights | snapshot.extra.get("buffers", {}))

@@ -85,7 +85,7 @@ class DriftExchange:
         keeps_in_weights = self.options.keep_drift and self.outer is None
         for bucket in self.buckets:
             is_last = bucket is self.buckets[-1]
-            # The largest drift. The last bucket adds the number of buffers, and their fingerprints.
+            # Notes: the largest drift; in the last bucket also number and fingerprints of buffers.
             notes = torch.zeros(1, dtype=torch.float64, device=bucket.anchor.device)
             if is_last:
                 buffers = self.untrained.floating(only_buffers=True)
@@ -167,7 +167,7 @@ class DriftExchange:
     # Unfrozen parameters.
 
     def anchor_layout(self, layout: list[list[str]]) -> None:
-        """Anchor the parameters of a saved layout in its buckets."""
+        """Anchor parameters in the buckets of a saved layout. Not collective."""
         named: dict[str, Tensor] = dict(self._module.named_parameters())
         for names in layout:
             known = {name: named[name] for name in names if name in named and name not in self.anchored}

@@ -1,7 +1,7 @@
 """Local training of replicas of a sharded model, which exchange drifts of their weights.
 
-A replica of FSDP2 replaces a worker of `SparseModelAverager`. Inside a replica, FSDP2 averages gradients and
-the optimizer steps on shards. Between replicas, the ranks that hold the same shard exchange its drift from the anchor.
+A replica acts as one worker of `SparseModelAverager`. Inside a replica, FSDP2 averages gradients and the optimizer
+steps on shards. Between replicas, the ranks that hold the same shard exchange its drift from the anchor.
 """
 
 from torch import nn
@@ -16,7 +16,7 @@ from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 class ShardModelAverager(SparseModelAverager):
     """Local training of sharded replicas, with a sparse exchange of their drifts.
 
-    Call ``step`` after every optimizer step, on all ranks. A replica replaces a worker of `SparseModelAverager`.
+    Call ``step`` after every optimizer step, on all ranks. A replica acts as one worker of `SparseModelAverager`.
     Statistics refer to the whole model.
 
     Example::

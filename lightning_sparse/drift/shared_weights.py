@@ -44,7 +44,10 @@ class SharedWeights:
 
     @torch.no_grad()
     def load(self, shared: dict[str, Tensor]) -> None:
-        """Set the module to shared tensors, which are removed from the dict one by one to save memory."""
+        """Set the module to shared tensors; keep its own in ``own``.
+
+        Removes tensors from ``shared`` one by one to save memory.
+        """
         tensors = self._tensors()
         for name in list(shared):
             tensor = shared.pop(name)
@@ -111,9 +114,10 @@ class SharedWeights:
 
     @contextmanager
     def replaced(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Set the module's tensors inside the context without writing to its own.
+        """Set the module's tensors inside the context, even during a backward.
 
-        A signal may request a checkpoint during a backward, which fails if weights were written to.
+        A signal may request a checkpoint then. A backward fails if weights were written to, so only shards are, which
+        it does not need.
         """
         named = named_tensors(self._module)
         shards = {name: local(named[name]).clone() for name in tensors if isinstance(named[name], DTensor)}

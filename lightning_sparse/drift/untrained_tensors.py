@@ -30,7 +30,7 @@ class UntrainedTensors:
 
     So constants keep their bits, and workers share statistics (batch norm) or a target network (a moving average of
     weights) that each worker computes from its own weights. Only tensors with equal sizes on all workers are averaged.
-    Tensors that hold integers or booleans at set-up stay local to each worker.
+    Integer and boolean tensors stay local to each worker.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -93,9 +93,9 @@ def differing(compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tenso
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """Return hash and size of each tensor: float64, shape (2 · len(tensors),).
 
-    The result is on the first tensor's device. The hash is the sum, modulo 2⁶⁴, of a mix of each word of 8 bytes and
-    its position, in the order of indices, like SplitMix64 (Steele et al., 2014) with signed shifts. So it also detects
-    permutations and changed signs. The result has 53 bits of the sum. Repeated sizes need no wait for a GPU.
+    The result is on the first tensor's device. SplitMix64 (Steele et al., 2014), with signed shifts, mixes each word of
+    8 bytes with its position in the order of indices. The hash is the upper 53 bits of the sum, modulo 2⁶⁴. So it also
+    detects permutations and changed signs. Repeated sizes need no wait for a GPU.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)

@@ -25,10 +25,10 @@ def gather_objects(local_value: _T, group: dist.ProcessGroup | None = None) -> l
 
 
 def require_agreement(settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise on every worker if settings or versions differ. Collective: every worker calls this at set-up.
+    """Raise on every worker if settings or versions differ. Collective.
 
     Raises:
-        RuntimeError: names the settings that differ, the first ten of them, with the value of each rank.
+        RuntimeError: settings or versions differ. The message lists up to ten, with each rank's value.
     """
     versions = {"lightning_sparse": __version__, "torch": str(torch.__version__)}
     values_by_name = differing(settings | versions, group)
@@ -55,12 +55,13 @@ def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) 
 
 @contextmanager
 def raised_together() -> Iterator[None]:
-    """Raise an error of any worker on all workers, so that no worker waits for the others. Collective.
+    """Raise any worker's error on all workers. Collective.
 
-    Inside the context, workers must not communicate. Without a process group, errors pass through.
+    So no worker waits for a failed one. Workers must not communicate inside the context. Without a process group,
+    errors pass through.
 
     Raises:
-        RuntimeError: on workers without an error, with the message of the first worker's error.
+        RuntimeError: on workers without an error, with rank and message of the first failed worker.
     """
     raised: Exception | None = None
     try:

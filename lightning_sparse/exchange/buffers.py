@@ -51,9 +51,9 @@ class Buffers:
 
 
 def record_current_stream(tensor: Tensor) -> None:
-    """Delay the reuse of memory that is about to be freed until this stream has finished with it.
+    """Delay reuse of a tensor's memory until the current stream is done.
 
-    By default, the allocator considers only the stream that allocated the tensor.
+    Call this before you free the tensor: the allocator considers only the stream that allocated it.
     """
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -73,9 +73,9 @@ def numbers_on_device(numbers: tuple[float, ...], device: torch.device) -> Tenso
 
 
 def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor to the host, and return a function that waits for the copy and returns it.
+    """Start copying a tensor to the host; return a function that waits.
 
-    The caller can enqueue other work on a GPU meanwhile.
+    The function returns the copy. Until then, the caller can enqueue work on a GPU.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu

@@ -19,7 +19,7 @@ CPU_DENSE_ELEMENT, CPU_SPARSE_ELEMENT = 0.7e-9, 1.6e-9
 """Additional seconds per element relative to a step without DDP: of DDP without an exchange, and of a threshold that
 hardly any coordinate reaches (benchmarks/results/step_time_bucket_view.json, one core of an AMD EPYC)."""
 GPU_SPARSE_ELEMENT = 6e-12
-"""Time to read gradient and residual and to write the residual at 2 TB/s. An H200 takes 3.4e-12."""
+"""Seconds per element to read gradient and residual and write the residual at 2 TB/s. An H200 takes 3.4e-12."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ def estimate(
     compute_seconds: float | None = None,
     on_gpu: bool = False,
 ) -> Estimate:
-    """Estimate the cost of an exchange by the cost model with which ``exchange="auto"`` chooses routes.
+    """Estimate the cost of a dense and a sparse exchange.
 
-    Its constants are measured on CPUs and predicted on GPUs. If the exchange overlaps with backward, the result is an
-    upper bound.
+    Uses the cost model of ``exchange="auto"``, whose constants are measured on CPUs and predicted on GPUs. If the
+    exchange overlaps with backward, the result is an upper bound.
 
     Args:
         model: the module, whose parameters with ``requires_grad`` are exchanged; or the number of their elements.

@@ -42,13 +42,13 @@ class Exchange:
 
     Args:
         mode: a route of ``ExchangeOptions``. ``"auto"`` chooses by the number of selected coordinates in the previous
-            step (``lightning_sparse.exchange.routes.cost_model``). A bucket without a history, as in the first step,
-            takes the dense route.
+            step (``lightning_sparse.exchange.routes.cost_model``). With ``"auto"`` and ``"sparse_sums"``, a bucket
+            without a history takes the dense route, as in the first step.
         group: the process group; None is the default group.
-        link_gbit_s: the rate of a worker's link, which determines the choice of ``"auto"`` and the coalescing of
-            payloads (``lightning_sparse.exchange.routes.gather``); None assumes a fast link, at which
-            sparse routes pay off least (``lightning_sparse.exchange.routes.cost_model``).
-        workers: workers that replace those of the group, for a warmup.
+        link_gbit_s: the rate of a worker's link. Determines the choice of ``"auto"`` and how many payloads share a
+            message (``PayloadCoalescer``). With None, ``"auto"`` assumes a fast link, at which sparse routes pay off
+            least.
+        workers: replace the workers of the group, for a warmup and for simulated workers.
 
     Attributes:
         buffers: memory that every step reuses, for all work on buckets.
@@ -252,7 +252,7 @@ class Exchange:
                 everyone = local.new_empty(n * local.numel())
                 pending = self.workers.all_gather(everyone, local)
             gathered.append(everyone.view(n, -1))
-        # Sums come first: if a worker makes a sum fail, another worker may send no headers.
+        # Wait for transfers first: if one fails, another worker may never send its headers.
         for transfer in self._transfers:
             transfer.work.wait()
         last = self._transfers[-1]

@@ -48,10 +48,13 @@ class _SerialGloo(getattr(dist, "ProcessGroupGloo", object)):  # type: ignore[mi
 def new_group(
     parent: dist.ProcessGroup | None, global_ranks: list[int], name: str, *, is_serial: bool = False
 ) -> dist.ProcessGroup:
-    """Return a new group of these ranks with the parent's timeout. Collective for these ranks only.
+    """Return a new group of these ranks. Collective for these ranks only.
 
-    All ranks pass the same new name, the prefix of the group's keys in the store. Groups whose ranks gather DTensors
-    are serial: Gloo runs one collective at a time (``_SerialGloo``).
+    Args:
+        parent: gives the timeout; None is the default group.
+        global_ranks: the members.
+        name: new and equal on all members; the prefix of the group's keys in the store.
+        is_serial: whether Gloo runs one collective at a time, for groups that gather DTensors (``_SerialGloo``).
     """
     world = dist.group.WORLD
     assert world is not None
@@ -88,11 +91,11 @@ def end_group(group: dist.ProcessGroup | None) -> None:
 
 
 class OwnGroup:
-    """The given process group for its first user, and new groups for further users.
+    """Gives a group to its first user and new groups to others.
 
-    Gloo aborts a process that receives a message of unexpected size, without a Python error, and confuses messages of
-    equal sizes. In separate groups, exchanges in different order wait for each other until the timeout. Collective: all
-    ranks of the group create and release their users in the same order.
+    If two exchanges used one Gloo group in different orders, Gloo would confuse messages of equal sizes and abort the
+    process, without a Python error, at other sizes. In separate groups, the exchanges wait for each other until the
+    timeout. Collective: all ranks create and release these objects in the same order.
 
     Args:
         group: the process group; None is the default group.
@@ -127,10 +130,10 @@ class OwnGroup:
 
 
 class Nodes(NamedTuple):
-    """The sub-groups of this node and of this local rank on every node."""
+    """This worker's two sub-groups."""
 
-    inside: Workers
-    between: Workers
+    inside: Workers  # all workers of this node
+    between: Workers  # one worker per node, with this local rank
 
 
 def is_one_node(workers: Workers) -> bool:
@@ -164,9 +167,10 @@ def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
 
 
 def replica_mesh(device_type: str, *shape: int) -> DeviceMesh:
-    """Return a mesh of all ranks, the same mesh for the same arguments. Every rank of the world calls this.
+    """Return a mesh of all ranks. Collective: every rank calls this.
 
-    Its groups have the world's timeout. ``init_device_mesh`` would give them torch's default of half an hour.
+    ``shape`` has the sizes of the dimensions "replicate", "data_parallel" and "tensor_parallel". Equal arguments return
+    the same mesh. Its groups have the world's timeout, not torch's default of half an hour as in ``init_device_mesh``.
     """
     names = ("replicate", "data_parallel", "tensor_parallel")
 
@@ -185,9 +189,9 @@ def replica_mesh(device_type: str, *shape: int) -> DeviceMesh:
 
 
 def replica_workers(between: dist.ProcessGroup) -> Workers:
-    """Return the ranks of this worker's replica, as workers in a group. Every rank of the world calls this.
+    """Return this worker's replica as workers of a group. Collective: every rank.
 
-    The ranks of all replicas are in the order of their shards.
+    Equal positions in replicas hold the same shard.
 
     Args:
         between: the ranks, one per replica, that hold this worker's shard.

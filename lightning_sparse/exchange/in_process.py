@@ -28,9 +28,9 @@ class ThreadWorkers:
         self._threads = ThreadPoolExecutor(num_workers)  # its threads end with this object
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """Return ``[function(rank) for every rank]``, called in threads with common collectives.
+        """Return the results of ``function(rank)``, called in one thread per rank.
 
-        Gradients are not recorded. After all workers have ended, the first error of a worker is raised.
+        Gradients are not recorded. If workers fail, raises the lowest rank's error after all have ended.
         """
         self._barrier.reset()
         futures = [self._threads.submit(self._call, function, worker.rank) for worker in self.workers]
@@ -49,7 +49,10 @@ class ThreadWorkers:
 
     @contextmanager
     def gather_parts(self, rank: int, part: Any) -> Iterator[list[Any]]:
-        """Yield the parts of all workers in rank order. Workers leave the context after all have read the parts."""
+        """Yield all workers' parts in rank order. Collective.
+
+        No worker leaves the context before all have read the parts.
+        """
         self._parts[rank] = part
         self._wait_for_others()
         yield self._parts

@@ -1,14 +1,14 @@
-"""Packs the values and 16-bit indices of a selection into a buffer, and unpacks them.
+"""Packs values and 16-bit indices of a selection into bytes and back.
 
-The layout of a payload, every part in the machine's byte order, ends padded to 8 bytes and values to 2::
+A payload has four parts in the machine's byte order. Block ends are padded to 8 bytes, values to 2::
 
     | header: H x float64 | block ends: B x int32 | values: c | offsets: c x 16 bit |
 
 An index is an offset of 16 bits inside its block of 65,536 elements. Indices ascend, so the ends of the blocks
 determine each coordinate's block. This takes 2 bytes per index and 4 bytes per block instead of 8 bytes per index.
 
-A payload has a capacity of c coordinates. The ends are always those of all k selected coordinates, so the last end is
-k. If k < c, the positions after the first k are unused; if k > c, the payload holds only the first c.
+A payload has a capacity of c coordinates. Block ends count all k selected coordinates, so the last end is k. If k < c,
+the positions after the first k are unused; if k > c, the payload holds only the first c.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,10 @@ class PayloadFormat:
         return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
 
     def parts(self, payload: Tensor) -> PayloadParts:
-        """Return views of the parts of payloads: uint8, shape (…, payload_bytes(c)), at a multiple of 8 bytes."""
+        """Return views of the parts of payloads.
+
+        ``payload``: uint8, shape (…, payload_bytes(c)), aligned to 8 bytes.
+        """
         capacity = self.capacity(payload.shape[-1])
         ends_start = 8 * self.header_fields
         values_start = self.fixed_bytes

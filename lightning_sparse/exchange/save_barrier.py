@@ -60,9 +60,10 @@ class SaveBarrier:
         self._generation = self._made_as = 0  # of the saving group; after a wait, the largest of all workers
 
     def saving_workers(self) -> Workers:
-        """Return the same workers in a separate group, whose messages cannot collide with a step's. Collective.
+        """Return the workers in a separate group for saving. Collective.
 
-        Call it after a wait of all workers. It creates a group the first time, after a failure and after ``close``.
+        The group's messages cannot collide with those of a step. Call this after ``wait`` returned None. The first
+        call, and calls after a failure or ``close``, create a group.
         """
         if self._workers.num_workers == 1:
             return self._workers
@@ -83,14 +84,14 @@ class SaveBarrier:
             self._generation += 1
 
     def saving_failed(self) -> None:
-        """Record that this worker may have left the group in a message, so that the next save needs another group."""
+        """Make the next save create a group: a message may be incomplete."""
         self._generation += 1
 
     def wait(self, status: dict[str, Any], patience: float) -> str | None:
-        """Wait for the other workers. Not collective: a worker without the others gets a reason.
+        """Wait for the other workers. Not collective: absent workers give a reason.
 
         Args:
-            status: plain values, which must be equal on all workers.
+            status: values that JSON preserves, which must be equal on all workers.
             patience: seconds to wait for the other workers.
 
         Returns:

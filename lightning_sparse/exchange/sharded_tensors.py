@@ -21,9 +21,9 @@ from lightning_sparse.exchange.agreement import gather_objects
 
 
 def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
-    """Return this rank's flat part, in the order of the shard's indices, as a tensor sharded like the parameter.
+    """Return a flat local part as a DTensor sharded like the parameter.
 
-    Without sharding return the flat tensor itself. Not collective.
+    The part has the order of the shard's indices. Without sharding, returns ``flat`` itself. Not collective.
     """
     if not isinstance(parameter, DTensor):
         return flat
@@ -72,7 +72,7 @@ def write_folder(tree: dict[str, Any], folder: Path) -> dict[str, int]:
 def changed(folder: Path, crcs: Mapping[str, int]) -> str | None:
     """Return the name of a changed file, or None. Not collective.
 
-    Each rank checks its share.
+    Each rank checks its share of the files and ignores missing ones.
     """
     own = [name for name in sorted(crcs)[dist.get_rank() :: dist.get_world_size()] if (folder / name).exists()]
     return next((name for name in own if _crc(folder / name) != crcs[name]), None)

@@ -28,8 +28,8 @@ class Wire:
 
     int8 and int16 hold a number of steps. A float8 has four significant bits (e4m3: Micikevicius et al., *FP8 formats
     for deep learning*, 2022, arXiv:2209.05433) and is scaled so that its smallest magnitude is a step, so it also
-    represents a whole number of steps. Multiples of a power of two are exact in float32, and so are their sums up to
-    2^24 steps: any order of additions gives the same bits. Values that are not finite are decoded as NaN.
+    represents a whole number of steps. Sums of up to 2^24 steps are exact in float32, so any order of additions gives
+    the same bits. These three dtypes decode non-finite values as NaN.
 
     Args:
         dtype: float32, float64 or bfloat16; float8_e4m3fn, int8 or int16 for multiples of a step.
@@ -100,12 +100,12 @@ class Wire:
 
 
 def wire_of(name: ValueDtype, residual_dtype: torch.dtype, sparsifier: Sparsifier | None) -> Wire:
-    """Return the form of values; ``"float32"`` is the residual's dtype, so float64 in a float64 model.
+    """Return the form in which values are sent.
 
     Args:
-        name: the option of the strategy.
+        name: the option of the strategy. ``"float32"`` means the residual's dtype: float64 in a float64 model.
         residual_dtype: float32 or float64.
-        sparsifier: gives the step of multiples; without a sparsifier or a step, values have the residual's dtype.
+        sparsifier: gives the step of float8 and int8. Without a sparsifier or a step, both send the residual's dtype.
     """
     dtype = DTYPES[name]
     if dtype in MAX_GRID_STEPS and sparsifier is not None:

@@ -29,8 +29,8 @@ GLOO_THREAD = b"gloo_tcp_loop"
 SECONDS_AT_EXIT = 0.1
 """How long Python's end waits for Gloo's threads."""
 _abandoned: list[list[tuple[dist.Work, int | None]]] = []
-"""Works of interrupted exchanges, with a few small objects and their payloads for each. Their messages still arrive, so
-that they do not block later messages on the same connections."""
+"""Works of interrupted exchanges. While they and their payloads exist, their messages arrive and do not block later
+messages on the same connections."""
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class LostWorkerError(RuntimeError):
 
 
 class Pending:
-    """Pending messages or collectives. They still arrive if the object is deleted before they end.
+    """Pending messages or collectives, which still arrive if this object is deleted.
 
     Args:
         works: the works to wait for, each with the global rank of the other worker; None if all workers take part.
@@ -85,8 +85,8 @@ class Pending:
 class Workers:
     """The process group of an exchange and its collectives.
 
-    Over Gloo, gather and all-to-all consist of messages: every worker first posts the receives from all others, then
-    sends. For small messages it sends first, so that nothing arrives meanwhile (``use_batch_scheduling``). Gloo's
+    Over Gloo on CPUs, all-gather and all-to-all consist of messages between pairs. A worker posts its receives before
+    it sends; with small messages it sends first, so that none arrives meanwhile (``use_batch_scheduling``). Gloo's own
     all-gather is a ring of n − 1 rounds, in which a posted receive waits behind data in its direction. At 100 Mbit/s,
     8 MB between two workers took 1.5 times the link's time with Gloo's all-gather, and twice with its all-to-all
     (benchmarks/scaling.py).
@@ -113,9 +113,9 @@ class Workers:
         return self._make_pending(dist.all_gather_into_tensor(out, part, group=self.group, async_op=True))
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
-        """Start an all-to-all: the j-th of n parts goes to worker j, worker i's part becomes out's i-th. Collective.
+        """Start an all-to-all of tensors of shape (n · m,). Collective.
 
-        Both tensors have the shape (n · m,).
+        Part j of ``parts`` goes to worker j; part i of ``out`` is from worker i.
         """
         if self.sends_messages(out):
             outputs, given = (tensor.view(self.num_workers, -1).unbind() for tensor in (out, parts))
@@ -158,10 +158,10 @@ class Workers:
         return gathered.view(self.num_workers, -1).cpu()
 
     def gather_objects_to_first(self, local_value: Any) -> list[Any]:
-        """Return the objects of all workers in rank order on rank 0, and an empty list on others. Collective.
+        """Return all workers' objects on rank 0, else an empty list. Collective.
 
-        Only one rank sends at a time, so rank 0 needs the memory of all results and one more. Objects are containers
-        and tensors that ``torch.load(weights_only=True)`` reads. All tensors of the result are on the CPU.
+        The list is in rank order, with tensors on the CPU. Only one rank sends at a time, so rank 0 needs the memory of
+        all objects and one more. ``torch.load(weights_only=True)`` must be able to read the objects.
         """
         objects = [move_data_to_device(local_value, torch.device("cpu"))] if self.rank == 0 else []
         for source in range(1, self.num_workers):

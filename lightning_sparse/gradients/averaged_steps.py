@@ -24,7 +24,7 @@ class AveragedStepObserver(ParameterStepObserver):
         self._empty_calls = 0
 
     def require_new(self, parameters: Iterable[Tensor]) -> None:
-        """Warn if there are no gradients, or all were averaged since the last backward.
+        """Warn of repeated calls without gradients or without new ones.
 
         Raises:
             RuntimeError: only parameters that are not exchanged have gradients.

@@ -139,8 +139,8 @@ class ParameterUse:
     """Records the parameters that a backward reaches, so that unused ones are not exchanged.
 
     DDP ignores the average of a parameter that no worker used, so sent values of its residual would be lost. If an
-    unused parameter has a gradient of an earlier backward, DDP copies this gradient into the bucket. It was already
-    exchanged, so it must not enter the residual again. ``set_aside`` removes it from the bucket. Then:
+    unused parameter has a gradient of an earlier backward, DDP copies this old gradient into the bucket. Old gradients
+    were already exchanged and must not enter the residual again, so ``set_aside`` removes them from the bucket. Then:
 
     - If no worker used the parameter, it keeps its old gradient.
     - If some workers used it and added to their gradients, the average includes the old gradients of the other workers,
@@ -202,9 +202,10 @@ class ParameterUse:
         return marks
 
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
-        """Return names of parameters that any worker used, and of the others that have old gradients.
+        """Return names of parameters that any worker used, and a subset.
 
-        The notes of a bucket are all workers' ``marks``, on the CPU: shape (n, 2 L).
+        Parameters in the subset have a nonzero old gradient on a worker that did not use them. The notes of a bucket
+        are all workers' ``marks``, on the CPU: shape (n, 2 L).
         """
         if not self.allows_unused:
             return {name for layout in layouts for name in layout.names}, set()
@@ -238,7 +239,7 @@ class ParameterUse:
         return old.nbytes
 
     def put_back(self, used_by_any: set[str], layout: LayerLayout, gradient: Tensor) -> None:
-        """Restore unused layers' old gradients, which may be views of buckets."""
+        """Restore old gradients of layers that no worker used."""
         for name, start, end in layout.spans() if self._old else ():
             if name in self._old and name not in used_by_any:
                 gradient[start:end] = self._old[name]

@@ -123,7 +123,7 @@ class PendingGradients(StepObserver):
 
     @property
     def progress(self) -> int:
-        """The sum over parameters of the number of their last committed exchange; equal after equal steps."""
+        """A number that is equal on workers after the same optimizer steps."""
         return sum(self._committed_at.values())
 
     def expect_backward(self) -> None:
@@ -229,12 +229,15 @@ class PendingGradients(StepObserver):
                 )
 
     def _zeroed(self, changed: dict[str, Tensor]) -> set[str]:
-        """Return those of an optimizer's changed gradients that ``zero_grad`` has cleared; it clears all or none."""
+        """Return names of changed gradients that ``zero_grad`` has cleared.
+
+        The gradients are of one optimizer, which clears all or none.
+        """
         with torch.no_grad():
             zero = {name for name, gradient in changed.items() if not gradient.any()}
         were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
-        # A gradient that was zero after the exchange proves nothing, unless it was written to in place: at another
-        # address it may be a copy. So gradients count as cleared if one became zero, or if all written ones are zero.
+        # A gradient that was zero after the exchange proves nothing if it has moved, because it may be a copy. So
+        # gradients count as cleared if one became zero, or if all other changed ones are zero.
         addresses = {name: mark.address for name, mark in self._marks.items()}
         in_place = {name for name, gradient in changed.items() if addresses.get(name) == gradient.data_ptr()}
         written = (changed.keys() - were_zero) | in_place

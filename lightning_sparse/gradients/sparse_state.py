@@ -164,7 +164,7 @@ class SparseState(Averager):
         return [] if self.is_consistent else ["an optimizer's step or a new layout of residuals was not complete"]
 
     def receive(self, grad_bucket: GradBucket) -> AverageFuture:
-        """Exchange a bucket of DDP. Collective: all workers, for the same bucket."""
+        """Exchange a bucket of DDP; return the future of its average. Collective."""
         ddp_bucket, future = self._ddp_buckets.read(grad_bucket)
         if ddp_bucket.index == 0:
             self._begin_step()
@@ -241,7 +241,7 @@ class SparseState(Averager):
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()
-        # The exchange counts after an optimizer steps on it, which an idle worker does not observe.
+        # The exchange counts once an optimizer steps. An idle worker observes no steps: count the exchange now.
         self._engine.end_step(extra_bytes=extra_bytes, counts=self.is_idle)
 
     def _note_numbers(self) -> None:

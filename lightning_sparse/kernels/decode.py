@@ -13,12 +13,13 @@ def add_payloads(
     num_workers: tl.tensor, capacity: tl.tensor, ends_row: tl.tensor, values_row: tl.tensor, offsets_row: tl.tensor,
     num_elements: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Add all workers' coordinates of a block to zeros, in rank order, and divide by the number of workers.
+    """Add all workers' coordinates of a block to zeros, in rank order.
 
-    With ``senders``, it counts nonzero values there and divides by their number.
+    With ``quotients``, divides the sums by the number of workers. ``senders`` counts nonzero values and is then the
+    divisor.
 
     The indices of a payload are unique, and no other program has this block, so additions do not collide.
-    Programs of the second dimension have ``num_workers`` payloads each, and ``num_elements`` of ``out``.
+    The grid's second dimension is the slice: each has ``num_workers`` payloads and ``num_elements`` of ``out``.
     """
     block = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)

@@ -13,7 +13,7 @@
 
 #define BLOCK_SHIFT 16 /* blocks of a payload have 65,536 elements */
 #define GROUP 64       /* elements processed together; each group lies in one block */
-#define STREAM_SHARE 256 /* with more than one selected value in so many, writing past the caches is slower */
+#define STREAM_SHARE 256 /* if more than 1 / 256 of values are selected, writing past the caches is slower */
 #define INLINE static inline __attribute__((always_inline))
 
 enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: for average only */
@@ -119,7 +119,8 @@ INLINE float sent_and_kept(float p, float excess, int32_t wire, float scale, flo
 
 INLINE float *weights_at(const step_t *step, int64_t place) { return step->weights + (place - step->weights_start); }
 
-/* Forms p of `count` elements, and 0 for the rest of the group. Returns whether all are below the threshold. */
+/* Forms p of `count` elements, and 0 for the rest of the group. Updates `largest`. Returns whether all |p| are below
+   the threshold. */
 INLINE int form(step_t *step, int64_t begin, int64_t count, float threshold, float *p) {
     static const float zeros[GROUP];
     const float *before = step->before ? step->before + begin : zeros, scale = step->loss_scale;
@@ -155,7 +156,7 @@ INLINE void stream(float *to, const float *group, int64_t count) {
     memcpy(to, group, count * sizeof *to);
 }
 
-/* Writes a selected value into the payload. Returns the rest that is kept after sending. */
+/* Counts a selected value and writes it into the payload if it fits. Returns the rest as if it was sent. */
 INLINE float send(step_t *step, float p, float excess, int64_t place) {
     int64_t at = step->selected++;
     float kept, sent = sent_and_kept(p, excess, step->wire, step->scale, &kept);
@@ -277,7 +278,7 @@ void take_out(step_t *step, int64_t start, int64_t end, float threshold, float e
 
 /* Payloads of a bucket, one from each worker. */
 typedef struct {
-    const char *ends, *values, *offsets; /* of the first; each payload begins `row` bytes after the one before */
+    const char *ends, *values, *offsets; /* of the first payload; the next begins `row` bytes later */
     int64_t row, num_payloads, capacity, num_blocks;
     float scale;
     int32_t wire;

@@ -114,10 +114,10 @@ def summarise(
     ROWS: tl.constexpr, SELECTED: tl.constexpr, LARGEST_SLICE: tl.constexpr, NON_FINITE: tl.constexpr,
     SQUARED_GRADIENT_NORM: tl.constexpr, SQUARED_ERROR: tl.constexpr, FIXED_FIELDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sum the numbers of all blocks into the start of each block's coordinates in a payload, and the header.
+    """Compute each block's start in the payload, the ends and the header.
 
-    Runs as a single program. ``starts`` has one element more than there are blocks. A payload has an end for every
-    PER_END blocks. ``boundaries`` are those of layers, if any, followed by those of slices, if any.
+    Runs as a single program. ``starts`` has an element per block and the total. A payload has an end for every PER_END
+    blocks. ``boundaries`` are those of layers, if any, followed by those of slices, if any.
     """
     total = tl.full((), 0, tl.int64)
     non_finite = tl.full((), 0.0, tl.float64)

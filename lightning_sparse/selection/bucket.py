@@ -38,7 +38,7 @@ class FlatBucket:
     """A bucket in a step.
 
     Attributes:
-        index: its position in the order of all workers.
+        index: its position, the same on all workers.
         layout: its layers.
         gradient: g · S, flat, shape (layout.num_elements,). The average may be formed in its memory.
         residual: e, and where e' is formed; float32, or float64 where the gradient is.
@@ -46,10 +46,10 @@ class FlatBucket:
         left_out: ``(start, end)`` of layers of which this worker sends only non-finite values.
         loss_scale: S, one element on the same device; None is 1.
         notes: the caller's numbers for all workers, float64, on the bucket's device; sent in the header.
-        average: of out over the workers, once the step is finished, in the residual's dtype; the gradient's memory if
-            it fits.
-        weights: w, if compiled functions compute the drift p = x − w while they select; x is ``residual.before``, and w
-            becomes x − e'. The gradient is then only memory for the average, and ``notes[0]`` receives max |p|.
+        average: the average of out over the workers after the step, in the residual's dtype; ``gradient`` itself if
+            their dtypes are equal.
+        weights: w, if compiled functions compute the drift p = x − w while they select, with x = ``residual.before``.
+            Then w becomes x − e', ``notes[0]`` receives max |p|, and ``gradient`` only holds the average.
         has_moved: whether the average has already moved x and w, without a tensor for the average.
     """
 
@@ -118,10 +118,10 @@ def require_unchanged(compensated: Tensor, version: int) -> None:
 
 
 def sent_and_kept(compensated: Tensor, values: Tensor, wire: Wire) -> tuple[Tensor, Tensor]:
-    """Return the sent values and the kept rest of selected coordinates: out and e' = p − out, shapes (k,).
+    """Return out and e' = p − out of selected coordinates, shapes (k,).
 
-    The rule of a selected value for tensors. ``sent_and_kept`` in ``kernels/native.c`` and in ``kernels/values.py``
-    give the same bits. A value that is not finite leaves a residual of 0.
+    ``sent_and_kept`` in ``kernels/native.c`` and in ``kernels/values.py`` give the same bits. A value that is not
+    finite leaves a residual of 0.
 
     Args:
         compensated: p at the selected coordinates, float32 or float64, shape (k,).
@@ -147,10 +147,10 @@ def keep_residual(compensated: Tensor, selected: Selection, wire: Wire) -> Selec
 
 
 def clip_norm(buckets: Sequence[FlatBucket], max_norm: float) -> None:
-    """Scale the gradients of a whole step in place so that their common norm is at most max_norm.
+    """Clip a whole step's gradients in place to a common norm.
 
-    Equals torch's ``clip_grad_norm_``, except for a NaN or infinite norm. Then finite values become 0, and others NaN.
-    torch would turn the whole gradient into NaN, which would be sent together with the residual.
+    Equals torch's ``clip_grad_norm_``, except for a NaN norm: finite values become 0, others NaN. torch would turn the
+    whole gradient into NaN, which would be sent together with the residual.
 
     Args:
         buckets: of one step, with the same loss scale.

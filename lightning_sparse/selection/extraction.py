@@ -115,10 +115,11 @@ class Extraction:
         return header
 
     def _fill_natively(self, bucket: FlatBucket, transfer: Transfer) -> Tensor:
-        """Fill in one pass over memory: 12 bytes per element, 16 with the clearing or a masked gradient.
+        """Fill by compiled functions in one pass over memory.
 
-        Drifts take 8 bytes per element, and 16 with a masked drift. Their weights then are x − e'. A residual of zeros
-        stays unread and unwritten if a dense route sends all values unrounded: 8 bytes per element.
+        Moves 12 bytes per element of a gradient, or 16 if it is cleared or masked. A drift moves 8, or 16 if it is
+        masked, and leaves x − e' in the weights. A residual of zeros stays unread and unwritten if a dense route sends
+        all values unrounded: 8 bytes.
         """
         (before, after, is_zero), gradient, weights = bucket.residual, bucket.gradient, bucket.weights
         wire = transfer.format.wire
@@ -182,7 +183,7 @@ class Extraction:
         )
 
     def _fill_marked(self, bucket: FlatBucket, transfer: Transfer) -> Tensor:
-        """Fill by a mask, without a wait for the device: indices would synchronise, and dense routes need none."""
+        """Fill by a mask, because indices would synchronise with the device."""
         assert isinstance(self._sparsifier, MarkingSparsifier)
         compensated = compensate(bucket.residual, bucket.gradient, bucket.loss_scale)
         version = compensated._version

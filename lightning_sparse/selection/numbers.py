@@ -63,8 +63,8 @@ STEP_NUMBERS = (
 """Every number of a step. A new number needs a row here and a field in `StepStats`, with a default because checkpoints
 hold `StepStats`. A rule other than sum and mean needs a branch in ``combined``. If headers hold the number, three
 places measure it: ``Extraction._header`` for tensors, ``native.c`` with ``Extraction._fill_natively``, and
-``kernels/threshold.py``. There, ``walk_block`` writes it for a block if ``_WALK`` in ``fused_threshold.py`` names it.
-``summarise`` gets the places of all numbers of the header, so it needs a parameter for the new one, and must store it.
+``kernels/threshold.py``. In ``threshold.py``, ``walk_block`` writes a block's number if ``_WALK`` names it, and
+``summarise`` needs a parameter for the number's place in the header and must store it.
 """
 HEADER = tuple(number for number in STEP_NUMBERS if number.in_header)
 LAYER_HEADER = tuple(number for number in HEADER if number.per_layer)

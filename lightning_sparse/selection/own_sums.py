@@ -42,7 +42,7 @@ def keep_small_sums(
     """
     (start, end), n = transfer.own_slice, transfer.workers.num_workers
     after, averages = bucket.residual.after[start:end], averages[: end - start]
-    # An unused layer's residual must not change, because it is not rolled back: its sums are sent whole.
+    # An unused layer's residual is never rolled back and so must not change: send all its sums.
     left_out = [slice(max(first - start, 0), max(last - start, 0)) for first, last in bucket.left_out]
     own = after.clone()
     after.zero_()

@@ -70,6 +70,6 @@ class GaussianK(MarkingSparsifier):
 
 @lru_cache(maxsize=256)
 def _k_by_layer(density: float, layout: LayerLayout, device: torch.device) -> Tensor:
-    """Return k of every layer on the device; dividing layer by layer would be a launch each."""
+    """Return k of every nonempty layer, as float64 on the device."""
     k = [max(1, int(density * size)) for size in layout.sizes if size]
     return torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)

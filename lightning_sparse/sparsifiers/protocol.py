@@ -24,6 +24,9 @@ class LayerLayout:
     Args:
         names: parameter names, in bucket order.
         sizes: numbers of elements, in bucket order; a size may be 0.
+
+    Attributes:
+        boundaries: the start of each layer, and the end of the last.
     """
 
     names: tuple[str, ...]

@@ -52,7 +52,7 @@ class TopK(MarkingSparsifier):
             self._kth = kth_largest_magnitude(step.buckets, _k(self.density, step.num_elements), step.dtype)
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
-        """Mark k coordinates per layer, or those of the model's k in this bucket, and non-finite ones."""
+        """Mark the bucket's Top-k coordinates, and non-finite ones."""
         if not self.needs_survey:
             return mark_by_layer(compensated, compensated.abs(), layout, lambda _: self.density)
         if not compensated.numel():

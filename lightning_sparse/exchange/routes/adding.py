@@ -5,8 +5,8 @@ only the c coordinates in the payload count.
 
 On a GPU one kernel decodes all payloads of a bucket, without their sizes on the host and with the same bits as adding
 payload by payload. A program has one block of 65,536 elements and goes through the workers in rank order; a bucket of
-25 MB has 100 programs. Each program is a chain of reads from the second-level cache, three for each worker and tile and
-four more for its quotients: latency bounds it, not bandwidth.
+25 MB has 100 programs. Each program is a chain of reads from the L2 cache: per worker and tile three for the sums, and
+four for the quotients. So latency bounds the kernel, not bandwidth.
 """
 
 import torch
@@ -70,17 +70,20 @@ def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor, senders: Tenso
 
 
 def add_selection(selection: Selection, out: Tensor, senders: Tensor | None) -> None:
-    """Add values at unique indices to ``out``, and nonzero ones to the number of senders: int32, of out's shape."""
+    """Add values at unique indices to ``out``; count nonzero ones.
+
+    ``senders``: int32, of out's shape, or None.
+    """
     out.scatter_add_(0, *selection)
     if senders is not None:
         senders.scatter_add_(0, selection.indices, (selection.values != 0).to(senders.dtype))
 
 
 def concatenate(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
-    """Put the content of the j-th payload into the j-th slice. Waits for a GPU only if it has no Triton kernels.
+    """Put the coordinates of payload j into slice j of ``out``.
 
-    A slice has ``payload_format.num_elements``. ``out``, shape (d,), all zeros, holds neighbouring slices, of which the
-    last ones may be shorter or empty.
+    ``out``, shape (d,), is all zeros. Its slices have ``payload_format.num_elements`` each; the last ones may be
+    shorter or empty. Waits for a GPU only if it has no Triton kernels.
     """
     if is_available(out.device):
         decode(payload_format, rows, out, None, len(rows))

@@ -66,11 +66,12 @@ class Speeds(NamedTuple):
 
 
 def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False) -> Speeds:
-    """Return measured speeds of CPUs, or speeds of GPUs, mostly predicted.
+    """Return measured speeds of CPUs, or mostly predicted speeds of GPUs.
 
-    CPU: 34 ns to select and 8 ns to add a coordinate at a density of 20 % without a compiler (benchmarks/selection.py),
-    and 1.3 ns per byte for a Gloo all-reduce in addition to the link's time. The default link has 10 Gbit/s. On a
-    slower link, buckets above a density of 10 % become dense too early, but no step is much slower than in plain DDP.
+    CPU: 34 ns to select and 8 ns to add a coordinate, at a density of 20 % without a compiler
+    (benchmarks/selection.py). A Gloo all-reduce takes 1.3 ns per byte beside the link's time. Without ``link_gbit_s``,
+    the link has 10 Gbit/s. If it is slower, buckets above a density of 10 % become dense too early, but no step is much
+    slower than in plain DDP.
     GPU: about 100 bytes of memory traffic per coordinate, 60 µs of the host per launch, Python and operators included,
     and 4 µs for each payload's chain of reads (docs/performance.md).
     """
@@ -104,7 +105,7 @@ class Costs:
         }
 
     def independent_union(self, selected: float) -> float:
-        """Return the expected number of coordinates that any worker selects, if workers select independently."""
+        """Return the expected size of the union of independent selections."""
         return self.num_elements * (1 - (1 - min(selected / self.num_elements, 1.0)) ** self.num_workers)
 
     def cheapest(self, selected: float, largest_slice: float, speeds: Speeds) -> Route:

@@ -8,11 +8,11 @@ from lightning_sparse.exchange.wire import Wire
 
 
 class DenseTransfer(Transfer):
-    """All-reduces the masked gradient in ``out``, with the sparse routes' result at dense cost.
+    """All-reduces the masked gradient in ``out``.
 
-    The all-reduce determines the order of additions, the same for every worker. Sums have the residual's dtype, even if
-    values are rounded to half precision, because no residual would keep the rounding error of a sum. Values are divided
-    before, so that their sum is the average.
+    The result is that of the sparse routes up to rounding. The order of additions is the same for every worker. Sums
+    have the residual's dtype, even if values are rounded to half precision: no residual would keep a sum's error. The
+    caller has divided values by ``divisor``, so their sum is the average, except with ``by_senders``.
     """
 
     def start(self) -> None:

@@ -20,14 +20,14 @@ FULL_BYTES = 2**16
 
 
 class PayloadCoalescer:
-    """Gathers the payloads of neighbouring buckets together, because a Gloo message costs more than its bytes.
+    """Gathers payloads of neighbouring buckets in one message over Gloo.
 
-    On a GPU it sends each payload at once, because backward hides the latency. Collective: the payloads of all workers
-    are equally long.
+    A Gloo message costs more than its bytes. On a GPU each payload is sent at once, because backward hides the latency.
+    Collective: the payloads of all workers are equally long.
 
     Args:
-        link_gbit_s: the rate of a worker's link; None if it is unknown. The coalescer sends waiting payloads once they
-            hold as many bytes as the link transfers in the time of a message.
+        link_gbit_s: the rate of a worker's link; None if it is unknown. Waiting payloads are sent once they hold as
+            many bytes as the link transfers in MESSAGE_SECONDS.
 
     Attributes:
         waiting: the transfers whose payloads wait.
@@ -45,7 +45,7 @@ class PayloadCoalescer:
             self.flush()
 
     def flush(self) -> None:
-        """Start to gather the waiting payloads, after the step's last payload or if a transfer needs its own."""
+        """Start gathering the waiting payloads, if there are any."""
         waiting, self.waiting = self.waiting, []
         if not waiting:
             return
@@ -101,7 +101,7 @@ class GatherTransfer(Transfer):
             self.out.zero_()  # overlaps with the gather
 
     def prepare(self) -> Tensor | None:
-        """Add the payloads of an early bucket while the gather of the last bucket runs."""
+        """Average an early bucket on a GPU while the last gather runs."""
         if not self.format.header_fields:
             self.complete()
         return None

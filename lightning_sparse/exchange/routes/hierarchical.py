@@ -78,7 +78,7 @@ class HierarchicalTransfer(Transfer):
             self.sent_bytes += self._slice.nbytes
 
     def finish(self) -> None:
-        """Copy the slices to ``out`` and divide by n."""
+        """Copy the slices to ``out``; divide by n unless the caller has."""
         self.work.wait()
         self.out.copy_(self._slices[: self.out.numel()])
         if self.divisor == 1:

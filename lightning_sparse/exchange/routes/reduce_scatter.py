@@ -40,9 +40,9 @@ class ReduceScatterTransfer(GatherTransfer):
     Sums are in rank order, so the result has the bits of the gather route. If a slice of a worker or a summed slice
     exceeds its capacity, all workers see it in the headers and sizes, and gather the bucket instead.
 
-    With ``thresholds_sums``, the caller leaves this worker's own slice out of the payload and sets ``keep_sums``, which
-    adds it to the averages and keeps small ones. Values beyond a capacity return to the residual by ``put_back``. Those
-    that are not finite are dropped instead, and the first average of the bucket is then NaN for all workers.
+    With ``thresholds_sums``, the caller leaves this worker's own slice out of the payload. ``keep_sums`` adds the slice
+    to the averages and keeps small averages. ``put_back`` returns finite values beyond a capacity to the residual.
+    If non-finite values are dropped there, the bucket's first average becomes NaN on all workers.
 
     Args:
         slice_capacity: capacity for one worker's coordinates in one slice, the same on all workers.

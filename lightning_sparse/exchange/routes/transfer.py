@@ -40,8 +40,8 @@ class Transfer:
 
     Attributes:
         payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
-        take_payloads: if the caller sets it, a route with payloads passes this transfer and all workers' payloads,
-            shape (n, bytes), to it and does not write ``out``.
+        take_payloads: if set, the gather route calls it with this transfer and all workers' payloads, shape (n, bytes),
+            instead of writing ``out``. If a payload overflows, the route writes ``out`` after all.
         overflow: returns selected coordinates beyond the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
         sent_bytes: bytes that this worker passed to collectives.
@@ -74,7 +74,7 @@ class Transfer:
         """Issue the first collective."""
 
     def prepare(self) -> Tensor | None:
-        """Continue without headers, and perhaps return a number that all workers need: int64, on the device."""
+        """Continue without headers; may return a size, int64 on the device."""
         return None
 
     def complete(self) -> None:
