@@ -93,10 +93,10 @@ def describe_machine() -> list[str]:
 
 
 def measure_link(device: torch.device) -> tuple[float, float]:
-    """Return rate and latency of the default process group, measured in a few seconds. Collective.
+    """Measure rate and latency of the default process group. Collective.
 
-    The rate, in Gbit/s, is that at which a worker receives a large tensor in an all-reduce: its link's rate if the link
-    is the limit. The latency is the time for a tensor of one element, in seconds. Both are of the slowest worker.
+    The rate, in Gbit/s, is that at which a worker receives a large tensor in an all-reduce. It is the link's rate if
+    the link is the bottleneck. The latency, in seconds, is that of one element. Both are of the slowest worker.
 
     Args:
         device: the device of the exchanged tensors.

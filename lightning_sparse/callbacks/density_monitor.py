@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
@@ -78,12 +78,6 @@ class DensityMonitor(StepMonitor):
         self._times = StepTimes(getattr(strategy._options, "every_n_steps", 1))
         if not isinstance(strategy, SimulatedWorkersStrategy):
             self._times.follow(strategy.state)
-        every = getattr(trainer, "log_every_n_steps", 0)
-        if trainer.loggers and every > 1:
-            rank_zero_info(
-                f"DensityMonitor: loggers show one step in {every} (log_every_n_steps={every}). The final table and "
-                "sparse/average_density include all steps."
-            )
 
     @override
     def add_exchange(self, step: StepStats) -> None:
@@ -182,7 +176,7 @@ class DensityMonitor(StepMonitor):
 
 
 class _LayerHistory:
-    """Per-layer density over the run in a bounded number of columns; full columns are averaged pairwise."""
+    """Per-layer density in at most ``max_columns`` columns; averages neighbours when full."""
 
     def __init__(self, max_columns: int) -> None:
         self.max_columns = max_columns

@@ -33,8 +33,8 @@ class ErrorMonitor(StepMonitor):
 
     Args:
         per_layer: whether to follow single layers; each step then sends two more numbers per layer.
-        histograms_every_n_steps: steps from one set of histograms to the next; each shows the first exchange from its
-            step on. None for no histograms. Other steps cost nothing.
+        histograms_every_n_steps: steps between histograms, which show the next exchange. None for no histograms. Other
+            steps cost nothing.
 
     Raises:
         ValueError: ``per_layer`` is not True or False, or the number of steps is not at least 1.

@@ -84,7 +84,7 @@ class StepMonitor(Callback, ABC):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._new_steps.clear()  # of a search for a learning rate, which ends by restoring a checkpoint
+        self._new_steps.clear()  # from a learning rate search, which ends by restoring a checkpoint
         self._totals.update(state_dict["totals"])
         self._has_resumed = bool(self._totals)
 

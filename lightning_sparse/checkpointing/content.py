@@ -41,7 +41,7 @@ FRESH_STARTS = {
     "gradients": "Residuals start from zero and, with a density, calibration begins.",
     "drifts": "All workers start with the checkpoint's weights as the anchor and, with a density, calibration begins.",
 }
-"""What a resume does, by its own kind, if the checkpoint has no state of this kind."""
+"""By kind: how a resumed run starts if the checkpoint has no state of its kind."""
 INCOMPLETE = {
     "gradients": ("residuals", "A resume starts with residuals of zero; unsent values are lost."),
     "drifts": ("drifts", f"The workers' own weights are lost. In a resume: {FRESH_STARTS['drifts']}"),

@@ -10,10 +10,10 @@ from typing_extensions import override
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it when it is complete, so that a kill leaves the old one.
+    """Writes a checkpoint beside its place and renames it when complete.
 
-    Lightning writes below TMPDIR and moves the file. If TMPDIR is on another file system, the move copies over the old
-    checkpoint, and a kill in the middle leaves neither. Lightning itself writes to addresses such as ``s3://…``.
+    So a kill leaves the old checkpoint. Lightning writes below TMPDIR and moves the file. If TMPDIR is on another file
+    system, a kill during the move leaves neither checkpoint. Addresses such as ``s3://…`` are left to Lightning.
     """
 
     @override
@@ -31,12 +31,15 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
 
 
 def part_of(path: Path) -> Path:
-    """Return the name of a checkpoint, a file or a folder, until it is complete."""
+    """Return the temporary path of an incomplete checkpoint, file or folder."""
     return path.with_name(f".{path.name}.part")
 
 
 def require_replaceable(path: Path, *, may_be_folder: bool = True) -> None:
-    """Raise IsADirectoryError if the path is a folder, other than an empty one or a checkpoint."""
+    """Raise IsADirectoryError for a folder that is neither empty nor a checkpoint.
+
+    Without ``may_be_folder``, raise for any folder.
+    """
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     is_checkpoint = any(name == "meta.pt" or name.endswith(".distcp") for name in names)
     if (names and not is_checkpoint) or (path.is_dir() and not may_be_folder):

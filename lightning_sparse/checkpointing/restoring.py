@@ -45,7 +45,8 @@ def restore(
         optimizers: sharded optimizers, whose states the content holds for each replica.
 
     Returns:
-        The ``extra`` that ``collect`` saved for this rank; empty for another number of workers or ranks.
+        The ``extra`` that ``collect`` saved for this rank, without optimizer states if the model has changed; empty for
+        another number of workers or ranks.
 
     Raises:
         RuntimeError: on every rank, the content is damaged or of a newer version, or a folder cannot be read.
@@ -91,9 +92,12 @@ def restore(
 
 
 class SavedTensors:
-    """The tensors of a checkpoint, in its content or in a folder that all ranks wrote.
+    """The tensors of a checkpoint, from its content or from a folder.
 
-    From a folder ``read`` is collective. Raises FileNotFoundError if the folder is missing.
+    With a folder, ``read`` is collective.
+
+    Raises:
+        FileNotFoundError: the folder is missing.
     """
 
     def __init__(self, content: Mapping[str, Any], folder: Path | None = None) -> None:
@@ -159,7 +163,7 @@ def _of_rank(saved: Mapping[str, Any], averager: Averager, *, is_same: bool) -> 
 
 
 def _own_tensors(source: SavedTensors, averager: Averager, *, is_same: bool) -> Tensors:
-    """Return a worker's tensors, or the mean of unsent ones over the checkpoint's workers."""
+    """Return this worker's tensors, or the mean of all workers' unsent ones."""
     own = str(averager.workers.rank)
     is_own = is_same and source.num_workers == averager.workers.num_workers
     workers = [own] if is_own else [str(worker) for worker in range(source.num_workers)]
@@ -172,7 +176,7 @@ def _own_tensors(source: SavedTensors, averager: Averager, *, is_same: bool) -> 
 
 
 def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> dict[str, Tensor]:
-    """Return this rank's flat parts of saved tensors with the size of their parameter."""
+    """Return this rank's flat parts of saved tensors that fit their parameter."""
     shapes = source.shapes(worker, kind)
     parts = {}
     for name, parameter in averager.parameters.items():
@@ -187,7 +191,7 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
 def _lost_norm(source: SavedTensors, names: Sequence[str]) -> str:
     """Return the norm of the first worker's unsent values of these parameters, in words. Collective."""
     held: dict[str, dict[str, Any]] = {}
-    is_apart = bool(source.shapes("0", "unsent"))  # or inside the worker's weights
+    is_apart = bool(source.shapes("0", "unsent"))  # else in the worker's weights
     for kind, worker in ({"unsent": "0"} if is_apart else {"anchor": SHARED, "weights": "0"}).items():
         shapes = source.shapes(worker, kind)
         held[kind] = {name: torch.zeros(shapes[name]) for name in names if name in shapes}
@@ -198,7 +202,7 @@ def _lost_norm(source: SavedTensors, names: Sequence[str]) -> str:
 
 
 def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
-    """Return whether the model has changed; warn of saved parameters that it lacks, and of those not saved."""
+    """Return whether the model has changed, and warn if it has. Collective."""
     shapes = source.shapes("0", "unsent") or source.shapes(SHARED, "anchor")
     sizes = {name: shape.numel() for name, shape in shapes.items()}
     held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}

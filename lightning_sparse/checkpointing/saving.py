@@ -43,9 +43,10 @@ def run_together(
     function: Callable[[Workers], _T],
     action: str,
 ) -> tuple[_T | None, str | None]:
-    """Run a collective function; return its result and None.
+    """Run a collective function on all workers; return its result and None.
 
-    If that fails, warn and return None and the reason, which is equal on all participating workers.
+    If a worker does not arrive in time, or if the function raises RuntimeError on rank 0, warn and return None and the
+    reason. Other errors are raised, and on other ranks every error.
 
     Args:
         averager: this worker's averager.
@@ -83,10 +84,10 @@ def collect_together(
     why_not: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of a file, complete on rank 0. Every worker should call this.
+    """Return a checkpoint file's content, complete on rank 0.
 
-    If a worker does not, or if workers are not at the same step, the content has no tensors of workers. Later steps do
-    not change the content's tensors, so they may be written while training goes on.
+    Every worker should call this. If one does not, or if workers are not at the same step, the content has no tensors
+    of workers. Later steps do not change its tensors, so you may write them during training.
 
     Args:
         averager: this worker's averager.
@@ -132,8 +133,8 @@ def collect(
         worker_state: whether the content holds every worker's state, or only as much as one worker has.
         why_not: why the content has no tensors of workers; None to save them.
         folder: the checkpoint's folder, if all ranks write tensors there; None gathers them into one file.
-        extra: further plain values of this rank, which only the state of every worker contains.
-        optimizers: this rank's optimizer states by their place, of distributed tensors.
+        extra: further plain values of this rank, saved only with ``worker_state="full"``.
+        optimizers: this rank's optimizer states by optimizer index, of distributed tensors.
     """
     replica, num_workers = averager.replica, workers.num_workers
     content = empty_content(averager.kind, why_not, num_workers, replica.num_workers)
@@ -179,7 +180,7 @@ def _like_parameters(averager: Averager, tensors: Tensors) -> dict[str, Any]:
 
 
 def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers) -> list[dict[str, Any]]:
-    """Return every worker's whole tensors on rank 0, and an empty list elsewhere."""
+    """Return every worker's whole tensors on rank 0, elsewhere []. Collective."""
     of_workers: list[dict[str, Any]] = [{} for _ in range(workers.num_workers)]
     entries = [((kind, name), entry) for kind, of_kind in own.items() for name, entry in of_kind.items()]
     ends = accumulate(getattr(entry, "nbytes", CHUNK_BYTES) for _, entry in entries)
@@ -195,7 +196,7 @@ def _gathered(own: Mapping[str, Any], workers: Workers, replica: Workers) -> lis
 
 def _mean_on_first(tensors: Mapping[str, Tensor], workers: Workers) -> dict[str, Tensor]:
     """Return the workers' flat mean of each tensor on the CPU of rank 0. Collective."""
-    # One tensor for all sums: another for each would take memory that messages keep for a while.
+    # One buffer for all sums, because messages keep their tensors in memory for a while.
     largest = max(tensors.values(), key=Tensor.numel)
     buffer = torch.empty(largest.numel(), dtype=torch.float64, device=largest.device)
     means = {}

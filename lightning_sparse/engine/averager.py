@@ -87,7 +87,7 @@ class Averager:
         return {"sparse/exchange_wait_ms": 1e3 * self.wait_seconds}
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:
-        """Begin an epoch in the sparsifier, as ACCORDION needs. With a Trainer, the strategy calls it.
+        """Begin an epoch in the sparsifier; a Trainer's strategy calls this.
 
         Args:
             epoch: the number of the epoch from 0, the same on all workers; you may repeat a call.
@@ -145,7 +145,7 @@ class Averager:
         """Return the state from which this worker continues exactly, as of the last optimizer step.
 
         Args:
-            workers: the group in which averagers of drifts agree on a shared checkpoint's content, a collective call.
+            workers: if given, averagers of drifts agree in this group on the saved tensors, a collective call.
         """
         snapshot = self._engine.snapshot(self._committed_numbers)
         # Sorted, because bucket layouts may differ between workers in the first step.

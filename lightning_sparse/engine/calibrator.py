@@ -72,6 +72,9 @@ class Calibrator:
         """Calibrate or adjust λ with the statistics of a step.
 
         With ``counts=False``, the step adjusts λ only if you call ``confirm`` before the next step.
+
+        Raises:
+            RuntimeError: gradients are finite, but ‖g‖² overflowed in ``LATE`` steps.
         """
         if self._sparsifier is None:
             return
@@ -112,9 +115,9 @@ class Calibrator:
             )
 
     def confirm(self, names: Collection[str]) -> None:
-        """Adjust λ with the stored step, because an optimizer has stepped on these layers.
+        """Adjust λ with the stored step after an optimizer stepped on ``names``.
 
-        With one λ per layer, λ is adjusted once per layer. A single λ is adjusted once per step.
+        A single λ is adjusted only by the first call per step, a λ per layer by each call with its layer.
         """
         if self._unconfirmed is None or not names:
             return
@@ -128,7 +131,7 @@ class Calibrator:
         # NaN and infinity are sent at any λ, so λ does not depend on steps that contain them.
         if sparsifier is None or sparsifier.density is None or not sparsifier.threshold or stats.non_finite:
             return
-        # Layers with a given λ may send more than the density, so that no other λ would reach it.
+        # Not layers with a given λ: they may send so much that no other λ reaches the density.
         measured = stats.layers.items() if self.needs_layers else ()
         layers = {name: layer for name, layer in measured if sparsifier.given_threshold(name) is None}
         if sparsifier.granularity == "model":

@@ -19,19 +19,19 @@ DENSITY_OF_PACE_1, MAX_PACE = 0.01, 5.0
 takes effect in about 1 / density steps, and a training may have only 40 exchanges. At a higher pace, λ would oscillate
 if all coordinates move about equally far, as with Adam."""
 LOG_RATIO = log(16.0)
-"""The controller limits the absolute value of log(recent / aim) to this."""
+"""The limit of |log(recent / aim)| and of the logarithm of the excess."""
 EXCESS_FACTOR, EXCESS_GAIN = 2.0, 0.2
-"""If both the running and the current density exceed the target by the factor, λ also grows by the gain times the
-excess: after calibration in the first warmup steps, λ is soon a hundred times too small. At a pace of 1, λ grows by at
-most 95 % per step and falls by at most 11 %. At the highest pace, it triples or falls by 43 %."""
+"""If the running and the current density both exceed the target by the factor, log λ also grows by the gain times the
+log of the excess: a λ calibrated during learning rate warmup is soon a hundred times too small. At a pace of 1, λ grows
+by at most 95 % per step and falls by at most 11 %. At the highest pace, it triples or falls by 43 %."""
 LOG_AIM = log(4.0)
 """The largest distance of the controller's aim from the target density, in logarithms."""
 REACH = 4.0
-"""Unsent values are negligible if they are too small for λ / REACH to send the missing coordinates, and even to send as
-many as this step did."""
+"""Unsent values are negligible if ‖e‖² is at most that of k coordinates of size λ / REACH. k is the number of sent or
+of missing coordinates, whichever is smaller."""
 MOST_UNSENT = 2.0
-"""Unsent values are below λ, with sparse sums some below λ √n: their mean square is below this, in λ². A larger error
-consists of rounding errors of values that are sent."""
+"""The largest mean square of unsent values, in λ²: they are below λ, with sparse sums some below λ √n. A larger error
+consists of rounding errors of sent values."""
 SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
 """λ stays between these: it is compared with float32 values."""
 MAX_SMALL_LAYER_SHARE = 0.5
@@ -43,16 +43,16 @@ class ThresholdCalibration:
     """Measures E‖g‖² over the first steps and turns a density into λ = sqrt(E‖g‖² / (density · d)).
 
     The residual of a coordinate with gradient noise of variance σ² is a random walk that restarts when it leaves
-    (−λ, λ), after about λ²/σ² steps. So the average density is about E‖g‖² / (λ² d). At densities below 1 %, the
-    estimated density is within 20 % on a small ResNet on CIFAR-10. Above about 10 %, it is too high, because the walk
-    overshoots a λ close to σ. The density follows changes of the gradients' scale during training.
+    (−λ, λ), after about λ²/σ² steps. So the average density is about E‖g‖² / (λ² d). At densities below 1 %, this
+    estimate is within 20 % on a small ResNet on CIFAR-10. Above about 10 %, it is too high, because the walk overshoots
+    a λ close to σ. At a constant λ, the density changes with the scale of the gradients.
 
     Args:
         density: the density to aim at, in (0, 1].
         steps: the number of steps to average over. Few suffice, because λ is adjusted afterwards.
         overshoot: κ of the hard threshold, with which the density is E‖g‖² / (λ² d (1 − κ²)).
         measured_steps: the number of observed norms.
-        sum: Σ_t ‖g_t‖² of these.
+        sum: Σ_t (1/n) Σ_i ‖g_i‖² over the observed steps.
     """
 
     density: float
@@ -89,10 +89,10 @@ def pace_of(density: float) -> float:
 
 @dataclass
 class DensityControl:
-    """Adjusts λ of the model or of a layer slowly from global densities, so that it is equal on all workers.
+    """Adjusts λ of a model or layer slowly, equally on all workers.
 
-    A proportional controller that aims at the target density and compensates for an earlier surplus or deficit.
-    Densities are relative to the target::
+    A proportional controller that aims at the target density and compensates for an earlier surplus or deficit. It uses
+    global densities relative to the target; ``seen`` is that of the last step::
 
         owed   = Σ (1 − seen)                              in steps at the target density
         aim    = exp(owed · pace / HORIZON)                within a factor of four
@@ -116,8 +116,8 @@ class DensityControl:
         """Return λ for the next step.
 
         λ does not change if nothing was sent and the residual has not changed: the layer was not used, or the learning
-        rate of a drift is 0. If unsent values are zero or negligible, or only rounding errors, a smaller λ would not
-        send enough. So λ does not fall, and the controller does not compensate for this step.
+        rate of a drift is 0. λ also does not change if too little was sent, and unsent values are negligible or only
+        rounding errors. A smaller λ would then not send enough, and the controller does not compensate for the step.
 
         Args:
             threshold: λ of this step.
@@ -133,7 +133,7 @@ class DensityControl:
             return threshold
         seen = stats.density / self.density
         self.recent += (seen - self.recent) * pace / RECENT_STEPS
-        # Residuals of κ λ, which sent values leave, do not count. Else λ would fall forever if the density is too high.
+        # Residuals of κ λ, which sent values leave, do not count. Else λ would fall forever at an unreachable target.
         aimed = self.density * stats.num_elements
         left_by_sent = aimed * (overshoot * threshold) ** 2
         negligible = aimed * min(seen, 1 - seen) * (threshold / REACH) ** 2
@@ -150,10 +150,10 @@ class DensityControl:
 
 
 def share_of_layer(density: float, num_elements: int) -> float:
-    """Return the target share of a layer: one coordinate per step, if the density asks for less.
+    """Return a layer's target: ``density``, or one coordinate per step if more.
 
-    It is at most half of the coordinates. A layer with a target of 100 % could never compensate for a step that sent
-    less, so λ would fall forever.
+    This minimum is at most half of the coordinates: a layer with a target of 100 % could never compensate for a step
+    that sent less, so λ would fall forever.
 
     Example:
         >>> [share_of_layer(0.01, size) for size in (1, 10, 1000)]

@@ -225,7 +225,11 @@ class Engine:
         }
 
     def snapshot(self, committed: Mapping[str, Any] | None = None) -> Snapshot:
-        """Return committed or current numbers and history, without an averager's tensors."""
+        """Return ``committed`` numbers, else current ones, and the history.
+
+        Raises:
+            TypeError: the sparsifier's ``state_dict`` is not a dict of plain values.
+        """
         numbers = dict(self.numbers() if committed is None else committed)
         if numbers["last_step"] is not None:
             numbers["last_step"] = asdict(replace(numbers["last_step"], layers={}))

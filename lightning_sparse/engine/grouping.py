@@ -60,7 +60,10 @@ def require_strides(names: Sequence[str], parameters: Sequence[Tensor], strides:
 
 
 def as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of a bucket's part with a parameter's shape and strides, plus a dimension of two if complex."""
+    """View a bucket's part with a parameter's shape and strides.
+
+    Complex parameters get a last dimension of two, parameters with gaps in memory contiguous strides.
+    """
     real = as_real(parameter.detach())
     if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return flat.view(real.shape)
@@ -72,7 +75,7 @@ def flatten_as(parameter: Tensor, tensor: Tensor) -> Tensor:
 
     Args:
         parameter: the parameter.
-        tensor: has the parameter's shape, or is flat in the order of indices; complex numbers are two real ones.
+        tensor: real, with the shape of ``as_real(parameter)``, or flat in the order of indices.
     """
     parameter = as_real(parameter)
     tensor = tensor.view(parameter.shape)

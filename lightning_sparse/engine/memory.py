@@ -36,7 +36,7 @@ class ResidualMemory:
         in_place: whether steps cannot be rolled back, so that each bucket needs only one tensor.
 
     Attributes:
-        was_loaded: whether residuals were loaded.
+        was_loaded: whether the last ``load_state_dict`` held residuals.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor] | None = None, *, in_place: bool = False) -> None:
@@ -75,9 +75,10 @@ class ResidualMemory:
             bucket.pending -= names
 
     def layers(self) -> dict[str, Tensor]:
-        """Return committed residuals by name, flat and in the order of indices; zeros before a first backward.
+        """Return committed residuals by name, flat and in the order of indices.
 
-        If the parameter has this order in memory, the result shares the memory, which later steps change.
+        They are zeros before a first backward. For a parameter with this memory order, the result is a view, which
+        later steps change.
         """
         placed = {name: bucket.committed_part(name, start, end) for name, (bucket, start, end) in self._places.items()}
         layers = self._loaded | placed

@@ -67,7 +67,7 @@ def _steps_end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a method without keeping its object alive.
 
-    The function returns None after the object is deleted. A state in a reference cycle would keep an ended process
+    The function returns None after the object is deleted. Otherwise, a reference cycle would keep an ended process
     group until the garbage collector runs, perhaps in a forked process, which lacks the group's threads.
     """
     reference = weakref.WeakMethod(method)

@@ -32,7 +32,7 @@ class ExchangeOptions:
         exchange: route of the selected values. ``"gather"``: all-gather of every worker's values.
             ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
             all. ``"sparse_sums"``: a reduce-scatter in which averages below λ / √n stay in the residual of the worker
-            that computed them, so bytes do not grow with the number of workers; for gradients and a hard threshold.
+            that computed them. Bytes do not grow with the number of workers. Only for gradients and a hard threshold.
             ``"dense"``: all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes.
             ``"auto"``: gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
         link_gbit_s: rate in Gbit/s at which a worker receives from other nodes, for ``exchange="auto"``, within 1e-6
@@ -88,7 +88,7 @@ class ExchangeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions(ExchangeOptions):
-    """Options of the exchange of gradients, also those of `ExchangeOptions`.
+    """Options of the exchange of gradients, added to `ExchangeOptions`.
 
     Args:
         error_feedback: ``"gradient"`` keeps unsent values. ``"learning_rate"`` multiplies them by lr_{t-1} / lr_t
@@ -119,7 +119,7 @@ class GradientOptions(ExchangeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DriftOptions(ExchangeOptions):
-    """Options of the exchange of drifts, also those of `ExchangeOptions`.
+    """Options of the exchange of drifts, added to `ExchangeOptions`.
 
     Args:
         every_n_steps: optimizer steps (of all optimizers together) per exchange, at least 1.

@@ -33,8 +33,8 @@ class Snapshot:
 
     Attributes:
         numbers: plain values that are equal on all ranks: settings, λ and its controller, counters, layouts.
-        history: the history of this rank's buckets in the exchange and the sparsifier, under ``"exchange"`` and
-            ``"sparsifier"``. Equal on all workers.
+        history: of the exchange and the sparsifier, under ``"exchange"`` and ``"sparsifier"``. Equal on all workers;
+            each rank of a sharded replica has its own.
         shared: tensors that are equal on all workers: ``"anchor"``, and the outer optimizer's state as ``"outer.KEY"``.
         own: tensors of this worker alone: ``"unsent"``, which are residuals or unsent drift, and ``"weights"``.
         extra: additional state of this rank alone, such as ``"buffers"``; plain containers and tensors.

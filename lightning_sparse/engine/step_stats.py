@@ -19,7 +19,7 @@ class LayerStats:
     Attributes:
         num_workers: n.
         num_elements: d, the number of exchanged elements.
-        selected: Σ_i k_i over all workers.
+        selected: Σ_i k_i, the coordinates that all workers together sent.
         squared_error: (1/n) Σ_i ‖e_i‖² after the step, in squared units of the averaged tensors.
     """
 
@@ -44,13 +44,14 @@ class StepStats(LayerStats):
     Attributes:
         step: the number of earlier exchanges.
         squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients during calibration, 0 after it.
-        non_finite: the number of NaN and infinite values that all workers sent.
+        non_finite: the number of NaN and infinite values, summed over workers.
         payload_bytes: bytes that each worker passed to collectives in this step.
         dense_bytes: bytes that plain DDP passes to all-reduces in the same steps.
         threshold: λ, None for a sparsifier without λ.
-        dense_elements: elements of buckets that took the dense route or were restarted as dense.
+        dense_elements: elements of buckets that were sent densely, at once or in a second round.
         is_calibration: whether everything was sent to find λ.
-        layers: statistics per parameter name if ``per_layer_stats`` is set; else empty.
+        layers: statistics by parameter name, if ``per_layer_stats`` is set or the calibration of a density needs them
+            (``granularity="layer"`` or ``layer_thresholds``); else empty.
     """
 
     step: int

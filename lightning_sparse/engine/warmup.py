@@ -2,7 +2,7 @@
 
 Triton compiles a kernel for each combination of dtypes, constants and absent arguments at its first launch, which takes
 a second or more. So a copy of the engine runs on tiny buckets, for every dtype of the gradients, with collectives that
-return this worker's own values. On a CPU, this loads the compiled functions.
+return this worker's own values. CPUs only load the compiled functions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import kept_dtype
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.in_process import ThreadWorkers
-from lightning_sparse.kernels import native, warm_up
+from lightning_sparse.kernels import is_available, native, run_or_disable
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -46,7 +46,8 @@ def warm_up_steps(
             native.is_native(torch.empty(0), wire_dtype=torch.float32)
         for layer_names in {tuple(names), (names[0],)}:  # layers with perhaps different thresholds, and one layer
             layout = LayerLayout(layer_names, (LAYER_ELEMENTS,) * len(layer_names))
-            warm_up(device, partial(_run_warmup, engine, layout, dtype, device, is_scaled, has_unused))
+            if is_available(device):
+                run_or_disable(device, partial(_run_warmup, engine, layout, dtype, device, is_scaled, has_unused))
 
 
 def _run_warmup(
@@ -86,7 +87,7 @@ def _single_worker_engine(engine: Engine, mode: ExchangeMode, names: Sequence[st
     warmup_engine = Engine(engine.sparsifier, options, workers=alone, per_layer_stats=engine.per_layer_stats)
     warmup_engine.exchange.has_shortcut = False
     if warmup_engine.calibrator.is_running and not calibrates:
-        warmup_engine.calibrator.set_threshold(1.0)  # any λ: calibration is not over
+        warmup_engine.calibrator.set_threshold(1.0)  # stands for a λ not yet known
         if warmup_engine.calibrator.needs_layers and isinstance(warmup_engine.sparsifier, HardThreshold):
             warmup_engine.sparsifier.fix_threshold(1.0, {name: 1.0 + place for place, name in enumerate(names)})
     return warmup_engine

@@ -17,7 +17,7 @@ try:
 except ImportError:  # PyTorch for CPUs does not include triton
     triton = tl = None
 
-__all__ = ["is_available", "jit", "launch", "tl", "triton", "warm_up"]
+__all__ = ["is_available", "jit", "launch", "run_or_disable", "tl", "triton"]
 
 UNSPECIALISED = {
     *("num_elements", "capacity", "programs", "num_layers", "num_slices", "num_workers", "divisor"),
@@ -55,25 +55,20 @@ def is_available(device: torch.device) -> bool:
     return triton is not None and device.type == "cuda" and device not in _disabled and _can_build(device)
 
 
-def warm_up(device: torch.device, run: Callable[[], None]) -> None:
-    """Build kernels before training by launching them; do nothing without kernels.
-
-    If a kernel cannot be built, this worker warns and uses tensor operations, which give the same bits and take longer.
-    """
-    if is_available(device):
-        _run_or_disable(device, run)
-
-
 _disabled: set[torch.device] = set()
 
 
 @lru_cache(maxsize=64)
 def _can_build(device: torch.device) -> bool:
-    return _run_or_disable(device, lambda: launch(_store_zero, 1, torch.zeros(1, dtype=torch.int32, device=device)))
+    return run_or_disable(device, lambda: launch(_store_zero, 1, torch.zeros(1, dtype=torch.int32, device=device)))
 
 
-def _run_or_disable(device: torch.device, run: Callable[[], None]) -> bool:
-    """Return whether a run succeeds. If not, no more kernels run on the device, and a warning says why."""
+def run_or_disable(device: torch.device, run: Callable[[], None]) -> bool:
+    """Return whether a run of kernels succeeds, which builds them.
+
+    If a kernel cannot be built, this worker warns and from then on uses tensor operations on the device, which give the
+    same bits and take longer.
+    """
     try:
         run()
         if device.type == "cuda":

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from math import ceil, floor, inf, log10, sqrt
+from math import inf, sqrt
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
@@ -16,7 +16,7 @@ from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, 
 from lightning_sparse.sparsifiers.protocol import target_density
 
 EXCHANGES_BEFORE_WARNING = 200
-"""Exchanges before the share of dense elements is checked; also consecutive exchanges without a sent value."""
+"""Exchanges before the check of dense elements; also consecutive empty exchanges before a warning."""
 MIN_SENT = 5.0
 """The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
 MIN_SECONDS = 1e-3
@@ -88,7 +88,7 @@ class Advice:
             self._report(
                 "short run",
                 f"steps × density is only {times_sent:.2g} ({_count(num_exchanges)} × {density:.3g}). "
-                f"Set density={_rounded_up(min(1.0, MIN_SENT / max(num_exchanges, 1))):.1g}.",
+                f"Set density={min(1.0, 1.05 * MIN_SENT / max(num_exchanges, 1)):.2g}.",
             )
         normalising = [name for optimizer in optimizers for name in _normalising(optimizer)]
         if self._kind != "drifts" and normalising:
@@ -206,19 +206,13 @@ def shortened(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
 
 
-def _rounded_up(number: float) -> float:
-    """Return the smallest number with one digit that is not below a positive number."""
-    unit = 10.0 ** floor(log10(number))
-    return ceil(number / unit - 1e-9) * unit
-
-
 def _count(number: float) -> str:
     """Return a number in at most eleven characters."""
     return f"{round(number):,.6g}"
 
 
 def _normalising(optimizer: Optimizer) -> list[str]:
-    """Return class names of normalising optimizers among this one and those inside it."""
+    """Return class names of this and all wrapped optimizers that normalise gradients."""
     found = [optimizer]
     for outer in found:  # the loop extends the list
         found += [inner for inner in vars(outer).values() if isinstance(inner, Optimizer) and inner not in found]

@@ -38,7 +38,7 @@ class TakesOptions(Strategy):
     """Adds options from ``**kwargs`` to a subclass's signature and docstring."""
 
     _options_class: ClassVar[type]
-    """The class of the options that the ``__init__`` of the same class takes as ``**kwargs``."""
+    """The class of the options that this class's own ``__init__`` takes as ``**kwargs``."""
     _excluded_options: ClassVar[frozenset[str]] = frozenset()
     """Parameters of ``_options_class`` that the strategy does not have."""
     _own_doc: ClassVar[str]
@@ -129,7 +129,7 @@ def ddp_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, An
 def process_group_arguments(strategy: Strategy, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``DDPStrategy`` that apply without a DDP module.
 
-    A command line passes all arguments; arguments of a DDP module with default values are removed.
+    Removes arguments of a DDP module with default values, which a command line passes.
 
     Raises:
         ValueError: an argument configures DDP's own exchange.

@@ -25,8 +25,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     with a density, with a calibration.
 
     Args:
-        gradient_as_bucket_view: of ``DistributedDataParallel``; True saves two copies of the gradient per step. None is
-            True, unless optimization is manual or ``find_unused_parameters`` or ``static_graph`` is set.
+        gradient_as_bucket_view: of ``DistributedDataParallel``; True avoids two copies of the gradient per step. None
+            is True, unless optimization is manual or ``find_unused_parameters`` or ``static_graph`` is set.
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
             (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
 
@@ -56,9 +56,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         view = self._view
         if view is None:
-            # Avoids copies of gradients into buckets and back. In manual optimization, it could change gradients that a
-            # program keeps during another backward. It would also drop old gradients of unused parameters
-            # (ParameterUse).
+            # Views avoid copies of gradients into buckets and back. In manual optimization, they could change gradients
+            # kept during another backward. They would also drop old gradients of unused parameters (ParameterUse).
             may_have_unused = self._ddp_kwargs.get("find_unused_parameters") or self._ddp_kwargs.get("static_graph")
             view = self._module.automatic_optimization and not may_have_unused
         self._ddp_kwargs["gradient_as_bucket_view"] = view
@@ -91,7 +90,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)  # exchanges the first buckets of a static graph
-        # Before Lightning 2.6 (pull request 21251), they stay local in manual optimization.
+        # Lightning before 2.6 (pull request 21251) omits them in manual optimization.
         if (
             isinstance(self.model, DistributedDataParallel)
             and self.model.static_graph

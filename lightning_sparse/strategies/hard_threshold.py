@@ -36,19 +36,19 @@ class HardThresholdStrategy(SparseStrategy):
 
 
 class DDPHardThresholdStrategy(HardThresholdStrategy, SparseDDPStrategy):
-    """DDP that sends coordinates with an error-compensated magnitude of at least λ. For SGD.
+    """DDP that sends coordinates where |residual + gradient| is at least λ. For SGD.
 
     With Adam and the like, use `LocalHardThresholdStrategy`. The default density, 0.001, suits runs of 5,000 steps or
-    more. The hard-threshold sparsifier with error feedback of Sahu et al., *Rethinking gradient sparsification as total
-    error minimization* (NeurIPS 2021, arXiv:2108.00951). Registered as ``Trainer(strategy="ddp_hardthreshold")``.
+    more. The method is that of Sahu et al., *Rethinking gradient sparsification as total error minimization* (NeurIPS
+    2021, arXiv:2108.00951). Registered as ``Trainer(strategy="ddp_hardthreshold")``.
     """
 
 
 class LocalHardThresholdStrategy(HardThresholdStrategy, SparseLocalStrategy):
-    """Local training that sends weight changes of at least a threshold λ, constant or adjusted to a density.
+    """Local training that sends weight changes of at least λ.
 
-    After an exchange, each worker's weights are less than λ from the anchor. λ is in the units of the parameters.
-    Registered as ``Trainer(strategy="local_hardthreshold")``.
+    λ is constant or adjusted to a density, in the units of the parameters. After an exchange, each worker's weights are
+    less than λ from the anchor. Registered as ``Trainer(strategy="local_hardthreshold")``.
     """
 
 

@@ -31,7 +31,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     ``self.device_mesh["tensor_parallel"]``. Each rank of ``data_parallel`` in each replica gets its own data.
 
     Logs the metrics of `SparseDDPStrategy`, over all shards; ``sparse/payload_bytes`` counts a whole replica. λ
-    is that of the whole model, or of a whole layer. A number of coordinates, as in `TopK`, is per shard.
+    is equal in all shards, per model or layer. A number of coordinates, as in `TopK`, is per shard.
 
     Attributes:
         state: the `ShardExchange` of the running or last ``fit``, None before.

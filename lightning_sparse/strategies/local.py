@@ -30,7 +30,7 @@ class LocalTraining(SparseStrategy):
     _options: DriftOptions
     _call_each_step = "step() after"
     _why_not: str | None = None
-    """The reason why the weights of the checkpoint that is being written are not the mean."""
+    """Why the checkpoint being written holds the anchor and not mean weights; else None."""
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._make_options(DriftOptions, kwargs)
@@ -63,7 +63,7 @@ class LocalTraining(SparseStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._return_weights()  # a checkpoint may contain other weights
+        self._return_weights()  # a resume has loaded mean weights
         trainer: Any = self._module.trainer
         # By a part of their names, because Lightning has WeightAveraging only from 2.6 on.
         kinds = [type(callback) for callback in trainer.callbacks]
@@ -108,12 +108,15 @@ class LocalTraining(SparseStrategy):
         weights, self._why_not = ({}, None) if is_loaded else self._mean_weights(self.state)
         with shared.replaced(shared.anchor() if weights is None else weights):
             state = super().lightning_module_state_dict()
-            # A copy if it refers to the module's own memory, which later changes: of loaded weights, or of shards.
+            # Loaded weights and shards share the module's memory, which later steps change.
             return copy.deepcopy(state) if is_loaded or isinstance(self, ModelParallelStrategy) else state
 
     @abstractmethod
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
-        """Return the mean of all workers' weights and None, or None and the reason. Every worker should call this."""
+        """Return all workers' mean weights and None, or None and a reason.
+
+        Every worker should call this.
+        """
 
 
 class SparseLocalStrategy(LocalTraining, DDPStrategy):

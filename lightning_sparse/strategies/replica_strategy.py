@@ -192,7 +192,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         )
 
     def _own_optimizers(self, averager: Averager, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return states of optimizers that differ between replicas, by index; may take them out of the checkpoint."""
+        """Return this replica's own optimizer states by index; may empty the checkpoint's."""
         return {}
 
     def _why_broken(self, averager: Averager) -> str | None:

@@ -32,7 +32,7 @@ from lightning_sparse.strategies.arguments import TakesOptions
 from lightning_sparse.strategies.step_log import StepLog
 
 MAX_BATCHES = 200
-"""Batches without an exchange before a warning, at least twice ``accumulate_grad_batches``."""
+"""Batches without an exchange before a warning, or twice ``accumulate_grad_batches`` if more."""
 
 
 class SparseStrategy(TakesOptions):
@@ -207,9 +207,9 @@ class SparseStrategy(TakesOptions):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-        """Return the content of Lightning's checkpoint, complete on rank 0. Collective: Lightning calls every rank.
+        """Return our entry of Lightning's checkpoint, complete on rank 0. Collective.
 
-        All ranks may write to ``path``, which is a file or a folder.
+        ``path`` is the checkpoint's file, or a folder to which all ranks may write.
         """
         return collect_together(self.state, self.worker_state, self._timeout)
 
@@ -228,6 +228,9 @@ class SparseStrategy(TakesOptions):
 
 
 def _own_state(of_first: dict[str, Any], saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return a worker's own state of an optimizer, except values of rank 0 that a hook has changed since the save."""
+    """Return a worker's own optimizer state, with entries that hooks have changed.
+
+    Hooks have changed those entries of ``of_first``, rank 0's loaded state, that differ from ``saved``.
+    """
     is_saved = {key: seal_of({key: value}) == seal_of({key: saved.get(key)}) for key, value in of_first.items()}
     return {key: own[key] if is_saved[key] else value for key, value in of_first.items()}

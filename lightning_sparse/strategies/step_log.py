@@ -31,7 +31,7 @@ class StepLog:
         self._lost: list[StepStats] = []  # dropped at the end of an epoch; logged again
         self._log = NumberLog()
         self._shown: set[str] = set()  # keys of entries for the next row
-        self._row: int | None = None  # the batch whose row they are for; None if it has no row
+        self._row: int | None = None  # the batch of the next row; None if it has no row
 
     def begin_batch(self, trainer: Any) -> None:
         """Reset numbers that a row of the loggers has contained."""
@@ -75,10 +75,10 @@ class StepLog:
 
 
 class NumberLog:
-    """Logs numbers under names, first through the module and later into Lightning's entry.
+    """Logs numbers, first through the module and later into Lightning's entry.
 
-    ``log`` takes a third of a millisecond per number to validate arguments and to move the entry to its device. Both
-    ways give the same result.
+    The result is the same, but ``LightningModule.log`` takes a third of a millisecond per number to validate arguments
+    and to move the entry to its device.
 
     Attributes:
         entries: Lightning's entries of our numbers, by Lightning's key.

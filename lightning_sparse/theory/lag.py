@@ -1,7 +1,7 @@
 """The statistics of a residual coordinate: its send rate, lag and size.
 
-A coordinate whose gradients are independent with mean μ and standard deviation σ performs a random walk in its
-residual e. It is sent when it reaches λ in magnitude, and restarts at −κ λ sign(e), where κ is the overshoot. The
+If a coordinate's gradients are independent with mean μ and standard deviation σ, its residual e is a random walk. The
+coordinate is sent when |e| reaches λ, and e restarts at −κ λ sign(e), where κ is the overshoot. The
 formulas are exact for a Brownian motion with that drift and variance, between boundaries that account for the mean
 jump of a discrete walk beyond λ (0.583 σ; Siegmund, Advances in Applied Probability, 1979).
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 MEAN_JUMP = 0.5826
 """−ζ(1/2) / √(2π): the mean distance in σ by which a Gaussian walk exceeds a boundary that it crosses."""
 SMALLEST_DRIFT = 1e-3
-"""Value of μ b / σ² below which the limits of the formulas apply, with an accuracy of 1e-6."""
+"""Below this μ b / σ² (b: the boundary), the limits for small μ apply, accurate to 1e-6."""
 
 
 class ResidualStatistics(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import DriftOptions, GradientOptions, HardThreshold, SparseModelAverager, register_comm_hook
+from lightning_sparse.engine import warmup
 from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE
 from lightning_sparse.exchange.wire import Wire
@@ -32,7 +33,7 @@ STEPS = 7  # a dense step, a payload beyond its capacity, sparse steps; each tak
 def fused(function):
     """Call the function with kernels instead of the code for CPUs."""
     asked = []
-    for module in (extraction, gather, adding):
+    for module in (warmup, extraction, gather, adding):
         module.is_available = lambda device, name=module.__name__: asked.append(name) or True
     result = function()
     assert {extraction.__name__, adding.__name__} <= set(asked)
@@ -53,7 +54,7 @@ def _record_launches():
         launching.launch(kernel, programs, *arguments, **constants)
 
     fused_threshold.launch = adding.launch = launch
-    for module in (launching, extraction, gather, adding):
+    for module in (launching, warmup, extraction, gather, adding):
         module.is_available = lambda device: True
     return launched
 
@@ -148,7 +149,7 @@ if INTERPRETED:
         device = torch.device("cpu")
         fused_threshold.launch = refuse
         uses_kernels = launching.is_available = lambda device: device not in launching._disabled
-        for module in (extraction, gather, adding):
+        for module in (warmup, extraction, gather, adding):
             module.is_available = uses_kernels
         run = training(torch.float32, {"exchange": "gather"})
         with pytest.warns(UserWarning, match=f"rank {torch.distributed.get_rank()}: the fused kernels .* no compiler"):

@@ -420,13 +420,12 @@ def test_weights_that_change_after_training_are_saved(tmp_path: Path) -> None:
     make = partial(DRIFTS, threshold=0.02, replicas=2, save_distributed_checkpoint=False)
     trainer = quiet_trainer(make(), max_steps=3)
     trainer.fit(model, data())
-    for is_changed in (False, True):
-        if is_changed:
-            with torch.no_grad():
-                model.network[0].weight.neg_()
-        trainer.save_checkpoint(path)
-        content = torch.load(path, weights_only=True)[KEY]
-        assert (content["workers"] == [], "were changed" in str(content["why_incomplete"])) == (is_changed, is_changed)
+    with torch.no_grad():
+        model.network[0].weight.neg_()
+    trainer.save_checkpoint(path)
+    content = torch.load(path, weights_only=True)[KEY]
+    assert content["workers"] == []
+    assert "were changed" in content["why_incomplete"]
     changed, resumed = copy.deepcopy(whole_weights(model)), WithAdam()
     quiet_trainer(make(), max_steps=3).fit(resumed, data(), ckpt_path=path)
     assert_equal(whole_weights(resumed), changed)

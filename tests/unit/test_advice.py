@@ -125,9 +125,9 @@ SITUATIONS = {
         [CALIBRATION] * 20, [r"training ended during calibration: all 20 exchanges sent everything"]
     ),
     "short": Situation(
-        [], [r"steps × density is only 1 .100 × 0.01.. Set density=0.05"], planned=100
+        [], [r"steps × density is only 1 .100 × 0.01.. Set density=0.052"], planned=100
     ),
-    "nearly long enough": Situation([], [r"only 4.6 .460 × 0.01.. Set density=0.02"], planned=460),
+    "nearly long enough": Situation([], [r"only 4.6 .460 × 0.01.. Set density=0.011"], planned=460),
     "nobody knows how long": Situation([CALIBRATION] * 50 + [step(10)], planned=float("inf")),
     "Adam": Situation(
         [], [r"AdamW normalises gradients, .* Use 'local_hardthreshold'. See docs/local-training.md"],

@@ -23,11 +23,11 @@ class WorkerBatches(list[Any]):
 
 
 class WorkerLoaders:
-    """Yields lists of one batch per worker, until a worker has no more.
+    """Yields one batch per worker, until a worker has no more.
 
     Args:
         loaders: the loaders of all workers, in rank order.
-        as_worker: returns a context with the random numbers of a worker.
+        as_worker: returns a context with a worker's rank and random numbers.
     """
 
     sampler = property(lambda self: self)  # Lightning calls set_epoch of this object
@@ -42,13 +42,13 @@ class WorkerLoaders:
         return min(map(len, self._loaders))
 
     def __iter__(self) -> Iterator[WorkerBatches]:
-        # A DataLoader draws a seed for its processes here, not for the first batch, and Lightning makes iterators that
-        # it never reads. Without processes, the data set may draw random numbers for every batch.
+        # Not a generator: a DataLoader draws a seed for its processes when its iterator is made, and Lightning makes
+        # iterators that it never reads.
         iterators = self._of_each(lambda rank: iter(self._loaders[rank]))
         return self._batches(iterators)
 
     def _batches(self, iterators: Sequence[Iterator[Any]]) -> Iterator[WorkerBatches]:
-        while True:
+        while True:  # without processes, a data set may draw random numbers for every batch
             batches = self._of_each(lambda rank: next(iterators[rank], _NO_MORE))
             if any(batch is _NO_MORE for batch in batches):
                 return
@@ -77,10 +77,10 @@ class WorkerLoaders:
 
 
 def make_worker_loaders(trainer: Trainer, as_worker: AsWorker, num_workers: int) -> WorkerLoaders:
-    """Return the training data of all workers from one ``train_dataloader`` call per worker.
+    """Return all workers' training data, from one ``train_dataloader`` call for each.
 
     Lightning first calls ``train_dataloader`` once, as the only worker, and discards the result. If that call draws
-    random numbers, as ``random_split`` does, data differ from those of processes: give it a generator with a seed.
+    random numbers, data differ from those of processes: give ``random_split`` a generator with a seed, for example.
 
     Raises:
         ValueError: ``train_dataloader`` returns several loaders, or the same iterator for several workers.

@@ -72,7 +72,7 @@ class Turns:
         self._buffers = [layer._buffers for layer in self._module.modules()]
 
     def share_replaced_attributes(self) -> None:
-        """Copy own attributes that hooks have replaced since rank 0's turn to all workers."""
+        """Share own attributes that hooks have replaced since rank 0's turn."""
         left = self._own[0].attributes
         changed = {name: value for name, value in self._attributes().items() if value is not left.get(name, self)}
         for own in self._own[1:]:

@@ -41,12 +41,13 @@ class SimulatedWorker(Averager):
         return {}
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Exchange gradients; the exchange counts from ``commit`` on. Collective.
-
-        Returns averages of the sent values by name on rank 0, and nothing on other ranks.
+        """Exchange gradients; the exchange counts only after ``commit``. Collective.
 
         Args:
             gradients: gradients of this worker; missing ones are not sent.
+
+        Returns:
+            Averages of the sent values by name on rank 0; an empty dict on other ranks.
 
         Raises:
             RuntimeError: a parameter's memory format has changed.
