@@ -59,10 +59,13 @@ def set_aside(path: Path) -> None:
 def put_in_place(path: Path) -> None:
     """Give a complete folder its name, if there is one, and remove the old checkpoint.
 
-    A kill leaves the old or the new checkpoint, or both between the renames: ``.NAME.old`` and ``.NAME.part``.
+    A kill leaves the old or the new checkpoint, or both between the renames: ``.NAME.old`` and ``.NAME.whole``.
     """
+    complete = path.with_name(f".{path.name}.whole")
+    shutil.rmtree(complete, ignore_errors=True)
     if part_of(path).is_dir():  # a save in one file has none
+        part_of(path).rename(complete)
         set_aside(path)
         path.unlink(missing_ok=True)
-        part_of(path).rename(path)
+        complete.rename(path)
     shutil.rmtree(path.with_name(f".{path.name}.old"), ignore_errors=True)

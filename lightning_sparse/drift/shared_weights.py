@@ -144,4 +144,4 @@ class SharedWeights:
         return {name: local(tensor) for name, tensor in named_tensors(self._module).items()}
 
     def _hashes(self) -> Tensor:
-        return fingerprints([*self.weights().values()])
+        return fingerprints([*self.weights().values()]).cpu()  # after fit, Lightning moves the module to the CPU

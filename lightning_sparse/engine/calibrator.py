@@ -26,15 +26,16 @@ class Calibrator:
         logs: whether to log the calibrated λ and to warn about a late calibration.
         keeps_residual: whether unsent values stay in the residual. If not, the residual is always zero, so the
             calibrator ignores it.
+        is_float8: whether values are sent as float8.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, logs: bool, keeps_residual: bool) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, logs: bool, keeps_residual: bool, is_float8: bool = False) -> None:
         self._sparsifier: HardThreshold | None = None
         if isinstance(sparsifier, HardThreshold) and not isinstance(sparsifier, Dense):
             self._sparsifier = sparsifier
         self._name = type(sparsifier).__name__
         self._logs = logs
-        self._keeps_residual = keeps_residual
+        self._keeps_residual, self._is_float8 = keeps_residual, is_float8
         self.begin()
 
     def begin(self) -> None:
@@ -156,8 +157,14 @@ class Calibrator:
         if control is None or control.density != density:  # the checkpoint's layer had another size
             control = self._controls[name] = DensityControl(density)
         # Not the pace of a layer's target: λ of a layer that sends a coordinate in every second step would jump.
-        pace, overshoot = pace_of(self._sparsifier.density), self._sparsifier.overshoot
-        return control.corrected(threshold, stats, pace, keeps_residual=self._keeps_residual, overshoot=overshoot)
+        return control.corrected(
+            threshold,
+            stats,
+            pace_of(self._sparsifier.density),
+            keeps_residual=self._keeps_residual,
+            is_float8=self._is_float8,
+            overshoot=self._sparsifier.overshoot,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return λ, the running calibration and the controllers; None for a missing λ or calibration."""

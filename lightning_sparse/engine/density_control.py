@@ -26,12 +26,9 @@ log of the excess: a λ calibrated during learning rate warmup is soon a hundred
 by at most 95 % per step and falls by at most 11 %. At the highest pace, it triples or falls by 43 %."""
 LOG_AIM = log(4.0)
 """The largest distance of the controller's aim from the target density, in logarithms."""
-REACH = 4.0
-"""Unsent values are negligible if ‖e‖² is at most that of k coordinates of size λ / REACH. k is the number of sent or
-of missing coordinates, whichever is smaller."""
-MOST_UNSENT = 2.0
-"""The largest mean square of unsent values, in λ²: they are below λ, with sparse sums some below λ √n. A larger error
-consists of rounding errors of sent values."""
+FLOAT8_ERROR = 300.0
+"""A root mean square of unsent values, in λ, from which λ is too small for float8, which sends at most 14,000 λ. If all
+sent values are in this range, their rounding errors stay below it."""
 SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
 """λ stays between these: it is compared with float32 values."""
 MAX_SMALL_LAYER_SHARE = 0.5
@@ -111,13 +108,20 @@ class DensityControl:
     squared_error: float = -1.0
 
     def corrected(
-        self, threshold: float, stats: LayerStats, pace: float, *, keeps_residual: bool = True, overshoot: float = 0.0
+        self,
+        threshold: float,
+        stats: LayerStats,
+        pace: float,
+        *,
+        keeps_residual: bool = True,
+        is_float8: bool = False,
+        overshoot: float = 0.0,
     ) -> float:
         """Return λ for the next step.
 
         λ does not change if nothing was sent and the residual has not changed: the layer was not used, or the learning
-        rate of a drift is 0. λ also does not change if too little was sent, and unsent values are negligible or only
-        rounding errors. A smaller λ would then not send enough, and the controller does not compensate for the step.
+        rate of a drift is 0. λ also does not change if too little was sent, and all nonzero values were sent or are
+        too large for float8. A smaller λ would then not send more, and the controller does not compensate for the step.
 
         Args:
             threshold: λ of this step.
@@ -125,6 +129,7 @@ class DensityControl:
             pace: the pace of λ relative to small densities; see ``pace_of``.
             keeps_residual: whether unsent values stay in the residual. If not, λ also falls while a layer is not used,
                 because the statistics do not show whether its gradient was zero or below λ.
+            is_float8: whether sent values are limited to a multiple of λ.
             overshoot: κ of the hard threshold.
         """
         has_moved = stats.selected or stats.squared_error != self.squared_error
@@ -134,11 +139,9 @@ class DensityControl:
         seen = stats.density / self.density
         self.recent += (seen - self.recent) * pace / RECENT_STEPS
         # Residuals of κ λ, which sent values leave, do not count. Else λ would fall forever at an unreachable target.
-        aimed = self.density * stats.num_elements
-        left_by_sent = aimed * (overshoot * threshold) ** 2
-        negligible = aimed * min(seen, 1 - seen) * (threshold / REACH) ** 2
-        most_unsent = MOST_UNSENT * stats.num_elements * threshold**2
-        if keeps_residual and seen < 1 and not left_by_sent + negligible < stats.squared_error < most_unsent:
+        left_by_sent = self.density * stats.num_elements * (overshoot * threshold) ** 2
+        is_out_of_range = is_float8 and stats.squared_error > stats.num_elements * (FLOAT8_ERROR * threshold) ** 2
+        if keeps_residual and seen < 1 and (stats.squared_error <= left_by_sent or is_out_of_range):
             return threshold
         most = LOG_AIM * HORIZON / pace
         self.owed = min(most, self.owed + 1 - seen)  # bounded, so that a long deficit is not sent at once

@@ -170,14 +170,15 @@ class UnexchangedParameters:
             optimizer: if given, only its parameters count.
         """
         module, groups = self._module(), [] if optimizer is None else optimizer.param_groups
-        stepped = {id(parameter) for group in groups for parameter in group["params"]}
-        if module is None or (optimizer is not None and stepped <= self._exchanged.keys()):
+        stepped = (parameter for group in groups for parameter in group["params"])
+        found = {id(stepping) for stepping in stepped if self._is_meant(stepping)}
+        if module is None or (optimizer is not None and not found):
             return None
-        for name, parameter in module.named_parameters():
-            is_meant = optimizer is None or id(parameter) in stepped
-            if is_meant and id(parameter) not in self._exchanged and parameter.grad is not None:
-                return name
-        return None
+        named = ((name, parameter) for name, parameter in module.named_parameters() if self._is_meant(parameter))
+        return next((name for name, parameter in named if optimizer is None or id(parameter) in found), None)
+
+    def _is_meant(self, parameter: Tensor) -> bool:
+        return id(parameter) not in self._exchanged and parameter.grad is not None
 
 
 def changes_weights(optimizer: Optimizer) -> bool:

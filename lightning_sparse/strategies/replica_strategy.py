@@ -165,6 +165,8 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             place = part_of(path)  # directly in path, a kill would leave a mixture of this save and an earlier one
         if self.global_rank == 0:
             shutil.rmtree(part_of(path), ignore_errors=True)  # a kill has left it
+            if part_of(path).is_file():
+                part_of(path).unlink()
             if place is path:
                 set_aside(path)  # Lightning would let all ranks remove a folder at once
         self.barrier()

@@ -173,8 +173,8 @@ def listen(situation: Situation) -> list[str]:
     holder: Any = SimpleNamespace(
         sparsifier=situation.sparsifier,
         workers=SimpleNamespace(num_workers=situation.workers),
-        replica=SimpleNamespace(num_workers=1),
-        parameter_sizes={"weight": situation.trained},
+        replica=SimpleNamespace(num_workers=2),
+        parameter_sizes={"weight": situation.trained // 2},
         kind=situation.kind,
         keeps_residual=situation.keeps_residual,
         subscribe=subscribers.append,
@@ -216,7 +216,7 @@ EXTREMES = [
         Situation([], kind=kind, workers=1, sparsifier=Dense())
         for kind in ("gradients", "drifts")
     ),
-    *(Situation([], trained=size) for size in (1, 26_000)),
+    *(Situation([], trained=size) for size in (2, 26_000)),
     *(Situation([], sparsifier=_calibrated(TINY, 1.0), planned=planned) for planned in (1.0, 1.23456e6, 1.23456e9)),
     *(
         Situation([], is_sharded=is_sharded, optimizer=ScheduleFreeAdamWithAVeryLongName)

@@ -120,24 +120,22 @@ def test_the_controller_does_not_compensate_an_unreachable_density_later():
     assert thresholds[-1] > 10 * min(thresholds)
 
 
-@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16", "float8"])
-def test_a_threshold_suits_the_sent_values_while_a_density_cannot_be_reached(value_dtype):
-    """Rounding errors of sent values look like unsent values, and float8 limits sent values to a multiple of λ."""
+def test_float8_keeps_its_range_while_a_density_cannot_be_reached():
+    """Float8 limits sent values to a multiple of λ, so training would stop with a far smaller λ."""
     generator, residual = torch.Generator().manual_seed(0), torch.zeros(10_000)
-    control, threshold, lowest, densities = DensityControl(0.01), 3.0, 3.0, []
+    control, threshold, densities = DensityControl(0.01), 3.0, []
     for step in range(2000):
         moving = residual[:25] if step < 1000 else residual
         moving += torch.randn(moving.shape, generator=generator)
-        wire = wire_of(value_dtype, torch.float32, HardThreshold(threshold=threshold))
         selected = residual.abs() >= threshold
+        wire = wire_of("float8", torch.float32, HardThreshold(threshold=threshold))
         residual[selected] -= wire.rounded(residual[selected])
         stats = LayerStats(1, residual.numel(), int(selected.sum()), float(residual.square().sum()))
-        threshold = control.corrected(threshold, stats, pace_of(control.density))
-        lowest = min(lowest, threshold)
+        threshold = control.corrected(threshold, stats, pace_of(control.density), is_float8=True)
         densities.append(stats.density)
+        assert residual.square().mean() < 100
     assert densities[999] > 0.9 * 0.0025  # nearly all that can be sent
-    assert lowest > 1e-4
-    assert 1 / 1.5 < np.mean(densities[1000:]) / 0.01 < 1.5
+    assert 0.002 < np.mean(densities[-300:]) < 0.015  # still makes up for the first of these steps
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])
