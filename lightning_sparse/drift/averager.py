@@ -154,6 +154,7 @@ class SparseModelAverager(Averager):
             RuntimeError: the module has the mean weights, the averager was closed, a newer averager has the same
                 weights, the last exchange was interrupted, or a trained parameter was replaced.
         """
+        self._prepare()
         if self.exchange.why_closed is not None:
             raise RuntimeError(self.exchange.why_closed)
         if self.shared.is_loaded:
@@ -166,6 +167,9 @@ class SparseModelAverager(Averager):
             self.is_exchanging = True
             self.exchange.run()
             self.is_exchanging = False
+
+    def _prepare(self) -> None:
+        """Do nothing; subclasses free gathered parameters."""
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.engine.options import DriftOptions, checked, settings_of
-from lightning_sparse.engine.sharding import Resharded, Sharding
+from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
@@ -60,4 +60,7 @@ class ShardModelAverager(SparseModelAverager):
         self.replica = sharding.replica
         super().__init__(Resharded(module), sparsifier, options, group=sharding.group, per_layer_stats=per_layer_stats)
         self._engine.combine_shards = sharding.combine_shards
-        self.place = sharding.place
+        self._whole, self.place = module, sharding.place
+
+    def _prepare(self) -> None:
+        reshard(self._whole)  # also without an exchange, so that later steps do not depend on saves
