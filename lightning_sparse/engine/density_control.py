@@ -139,7 +139,8 @@ class DensityControl:
         seen = stats.density / self.density
         self.recent += (seen - self.recent) * pace / RECENT_STEPS
         # Residuals of κ λ, which sent values leave, do not count. Else λ would fall forever at an unreachable target.
-        left_by_sent = self.density * stats.num_elements * (overshoot * threshold) ** 2
+        num_sent = min(1.0, 1.25 * self.recent) * self.density * stats.num_elements
+        left_by_sent = num_sent * (overshoot * threshold) ** 2
         is_out_of_range = is_float8 and stats.squared_error > stats.num_elements * (FLOAT8_ERROR * threshold) ** 2
         if keeps_residual and seen < 1 and (stats.squared_error <= left_by_sent or is_out_of_range):
             return threshold

@@ -22,17 +22,17 @@ def corrected(control, threshold, density):
     return control.corrected(threshold, stats, pace_of(control.density))
 
 
-def walk(threshold, increments, control=None):
+def walk(threshold, increments, control=None, overshoot=0.0):
     """Return the density of each exchange; λ stays constant without a control."""
     residuals, densities = 0.0, []
     for increment in increments:
         residuals = residuals + increment
         selected = np.abs(residuals) >= threshold
-        residuals[selected] = 0
+        residuals[selected] = -overshoot * threshold * np.sign(residuals[selected])
         densities.append(selected.mean())
         if control is not None:
             stats = LayerStats(1, residuals.size, int(selected.sum()), float(np.square(residuals).sum()))
-            threshold = control.corrected(threshold, stats, pace_of(control.density))
+            threshold = control.corrected(threshold, stats, pace_of(control.density), overshoot=overshoot)
     return np.array(densities)
 
 
@@ -118,6 +118,14 @@ def test_the_controller_does_not_compensate_an_unreachable_density_later():
         threshold = corrected(control, threshold, 0.004)
     thresholds = [threshold := corrected(control, threshold, 0.16) for _ in range(200)]
     assert thresholds[-1] > 10 * min(thresholds)
+
+
+@pytest.mark.parametrize(("density", "moving"), [(0.7, 1.0), (0.3, 0.1), (0.01, 0.0025)])
+def test_overshoot_does_not_stop_the_control(density, moving):
+    generator, moves = np.random.default_rng(0), np.arange(4000) < moving * 4000
+    increments = (generator.standard_normal(4000) * moves for _ in range(1000))
+    densities = walk(1 / math.sqrt(density), increments, DensityControl(density), overshoot=0.75)
+    assert densities[500:].mean() > 0.8 * min(density, moving)
 
 
 def test_float8_keeps_its_range_while_a_density_cannot_be_reached():
