@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.density_control import DensityControl, ThresholdCalibration, pace_of, share_of_layer
+from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
@@ -23,19 +24,17 @@ class Calibrator:
 
     Args:
         sparsifier: the sparsifier whose λ the calibrator sets.
+        options: the options of the exchange.
         logs: whether to log the calibrated λ and to warn about a late calibration.
-        keeps_residual: whether unsent values stay in the residual. If not, the residual is always zero, so the
-            calibrator ignores it.
-        is_float8: whether values are sent as float8.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, logs: bool, keeps_residual: bool, is_float8: bool = False) -> None:
+    def __init__(self, sparsifier: Sparsifier, options: ExchangeOptions, *, logs: bool) -> None:
         self._sparsifier: HardThreshold | None = None
         if isinstance(sparsifier, HardThreshold) and not isinstance(sparsifier, Dense):
             self._sparsifier = sparsifier
         self._name = type(sparsifier).__name__
         self._logs = logs
-        self._keeps_residual, self._is_float8 = keeps_residual, is_float8
+        self._options = options
         self.begin()
 
     def begin(self) -> None:
@@ -161,8 +160,8 @@ class Calibrator:
             threshold,
             stats,
             pace_of(self._sparsifier.density),
-            keeps_residual=self._keeps_residual,
-            is_float8=self._is_float8,
+            keeps_residual=self._options.keeps_residual,
+            is_float8=self._options.value_dtype == "float8",
             overshoot=self._sparsifier.overshoot,
         )
 

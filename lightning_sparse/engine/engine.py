@@ -84,12 +84,7 @@ class Engine:
         # As text, because a checkpoint may not support the types in a custom sparsifier's settings.
         self._settings = {name: repr(value) for name, value in sparsifier.settings().items()}
         self._given_sparsifier = self.sparsifier = copy.deepcopy(sparsifier)
-        calibrator_of = partial(
-            Calibrator,
-            logs=self.workers.rank == 0,
-            keeps_residual=options.keeps_residual,
-            is_float8=options.value_dtype == "float8",
-        )
+        calibrator_of = partial(Calibrator, options=options, logs=self.workers.rank == 0)
         self.given_calibrator = self.calibrator = calibrator_of(self.sparsifier)
         if workers is None and self.workers.num_workers == 1 and self.exchange.has_shortcut:  # nothing to exchange
             # Checkpoints still contain the given sparsifier's λ and history, for a resume on several workers.

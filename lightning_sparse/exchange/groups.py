@@ -48,13 +48,10 @@ class _SerialGloo(getattr(dist, "ProcessGroupGloo", object)):  # type: ignore[mi
 def new_group(
     parent: dist.ProcessGroup | None, global_ranks: list[int], name: str, *, is_serial: bool = False
 ) -> dist.ProcessGroup:
-    """Return a new group of these ranks. Collective for these ranks only.
+    """Return a new group of these ranks with the parent's timeout. Collective for these ranks only.
 
-    Args:
-        parent: gives the timeout; None is the default group.
-        global_ranks: the members.
-        name: new and equal on all members; the prefix of the group's keys in the store.
-        is_serial: whether Gloo runs one collective at a time, for groups that gather DTensors (``_SerialGloo``).
+    All ranks pass the same new name, the prefix of the group's keys in the store. Groups whose ranks gather DTensors
+    are serial: Gloo runs one collective at a time (``_SerialGloo``).
     """
     world = dist.group.WORLD
     assert world is not None

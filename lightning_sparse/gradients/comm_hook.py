@@ -75,10 +75,7 @@ def attach(
     optimizers: Callable[[], Sequence[Optimizer]],
     per_layer_stats: bool,
 ) -> SparseState:
-    """Register ``sparse_hook`` with a new state. Collective.
-
-    Optimizers may be made later. Raises the errors of ``register_comm_hook``.
-    """
+    """Register ``sparse_hook`` with a new state; optimizers may be made later."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sparse import HardThreshold, StepStats
+from lightning_sparse import ExchangeOptions, HardThreshold, StepStats
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.density_control import DensityControl, pace_of
 from lightning_sparse.engine.step_stats import LayerStats
@@ -162,7 +162,7 @@ LAYERS = {"large": (3_000, 10.0), "small": (3_000, 0.01), "drifting": (3_000, 1.
 
 def layered(threshold, **options):
     sparsifier = HardThreshold(density=DENSITY, **({"granularity": "layer"} | options))
-    calibrator = Calibrator(sparsifier, logs=False, keeps_residual=True)
+    calibrator = Calibrator(sparsifier, ExchangeOptions(), logs=False)
     calibrator.set_threshold(threshold)
     return sparsifier, calibrator
 

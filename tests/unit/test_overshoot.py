@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse import HardThreshold
+from lightning_sparse import ExchangeOptions, HardThreshold
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.density_control import DensityControl, ThresholdCalibration
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
@@ -74,7 +74,7 @@ def test_residuals_of_sent_values_do_not_count_as_unsent(squared_error, overshoo
 
 def test_the_density_stays_at_its_target():
     sparsifier = HardThreshold(density=0.05, overshoot=0.5, calibration_steps=3)
-    calibrator = Calibrator(sparsifier, logs=False, keeps_residual=True)
+    calibrator = Calibrator(sparsifier, ExchangeOptions(), logs=False)
     layout, generator = LayerLayout(("a",), (4000,)), torch.Generator().manual_seed(0)
     residual, densities = torch.zeros(4000), []
     for step in range(600):

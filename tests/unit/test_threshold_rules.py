@@ -3,7 +3,7 @@ from math import isfinite, sqrt
 
 import pytest
 
-from lightning_sparse import Dense, HardThreshold, StepStats, TopK, paper_threshold
+from lightning_sparse import Dense, ExchangeOptions, GradientOptions, HardThreshold, StepStats, TopK, paper_threshold
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.density_control import ThresholdCalibration
 from lightning_sparse.engine.step_stats import LayerStats
@@ -25,13 +25,13 @@ def test_calibration_averages_over_its_steps():
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
     sparsifier = HardThreshold(density=1)
     assert (sparsifier.threshold, sparsifier.density) == (0.0, None)
-    calibrator = Calibrator(sparsifier, logs=True, keeps_residual=True)
+    calibrator = Calibrator(sparsifier, ExchangeOptions(), logs=True)
     assert not calibrator.is_running
 
 
 @pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
 def test_an_endless_calibration_warns_once(squared_norm):
-    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=True, keeps_residual=True)
+    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), ExchangeOptions(), logs=True)
     non_finite = 0 if isfinite(squared_norm) else 3
     stats = StepStats(2, 100, 200, 0.0, 0, squared_norm, non_finite, 400, 400, 0.0)
     measurable = dataclasses.replace(stats, squared_gradient_norm=4.0)
@@ -46,7 +46,7 @@ def test_an_endless_calibration_warns_once(squared_norm):
 
 
 def test_calibration_raises_if_squares_of_finite_gradients_overflow():
-    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), logs=False, keeps_residual=True)
+    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), ExchangeOptions(), logs=False)
     stats = StepStats(2, 100, 200, 0.0, 0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(49):
         calibrator.observe(stats)
@@ -73,7 +73,9 @@ def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
     selected, squared_errors, keeps_residual, moves, granularity
 ):
     sparsifier = HardThreshold(density=0.1, granularity=granularity)
-    calibrator = Calibrator(sparsifier, logs=False, keeps_residual=keeps_residual)
+    calibrator = Calibrator(
+        sparsifier, GradientOptions(error_feedback="gradient" if keeps_residual else "none"), logs=False
+    )
     calibrator.set_threshold(1.0)
     found = []
     for step, squared_error in enumerate(squared_errors):
@@ -86,6 +88,6 @@ def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
 
 @pytest.mark.parametrize("sparsifier", [Dense(), TopK(0.1)], ids=["Dense", "TopK"])
 def test_other_sparsifiers_than_hard_thresholds_have_no_threshold_to_set(sparsifier):
-    calibrator = Calibrator(sparsifier, logs=False, keeps_residual=True)
+    calibrator = Calibrator(sparsifier, ExchangeOptions(), logs=False)
     with pytest.raises(TypeError, match=f"{type(sparsifier).__name__} has no λ to set"):
         calibrator.set_threshold(1.0)
