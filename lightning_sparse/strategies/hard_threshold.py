@@ -36,7 +36,7 @@ class HardThresholdStrategy(SparseStrategy):
 
 
 class DDPHardThresholdStrategy(HardThresholdStrategy, SparseDDPStrategy):
-    """DDP that sends coordinates where |residual + gradient| is at least λ. For SGD.
+    """DDP that sends coordinates whose residual plus gradient reaches λ. For SGD.
 
     With Adam and the like, use `LocalHardThresholdStrategy`. The default density, 0.001, suits runs of 5,000 steps or
     more. The method is that of Sahu et al., *Rethinking gradient sparsification as total error minimization* (NeurIPS
