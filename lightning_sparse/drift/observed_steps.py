@@ -7,8 +7,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.shared_weights import SharedWeights
-from lightning_sparse.engine.optimizer_steps import STEPS_BEFORE_WARNING, ParameterStepObserver, changes_weights
+from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, changes_weights
 
+MAX_UNSEEN = 20
+"""Steps of an optimizer without a call of ``averager.step()`` before a warning."""
 CALLS_BEFORE_WARNING = 40
 """Calls before a warning about too many calls."""
 LOST_STEP = (
@@ -35,10 +37,10 @@ class ObservedSteps(ParameterStepObserver):
             return
         self._steps += 1
         self._steps_since_call[id(optimizer)] += 1
-        if self._steps_since_call[id(optimizer)] == STEPS_BEFORE_WARNING:
+        if self._steps_since_call[id(optimizer)] == MAX_UNSEEN:
             self._warn(
                 "calls",
-                f"{type(optimizer).__name__} took {STEPS_BEFORE_WARNING} steps without a call of averager.step(), so "
+                f"{type(optimizer).__name__} took {MAX_UNSEEN} steps without a call of averager.step(), so "
                 "workers exchange nothing and their weights differ. Call it after each optimizer step",
             )
 

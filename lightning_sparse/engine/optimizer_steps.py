@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-STEPS_BEFORE_WARNING = 20
-"""Consecutive steps, calls or backwards with the same fault before a warning."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of ``Optimizer.step``; the first positional one is the optimizer itself."""
 _observers: weakref.WeakKeyDictionary["StepObserver", None] = weakref.WeakKeyDictionary()

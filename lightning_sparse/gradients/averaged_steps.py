@@ -6,12 +6,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.engine.optimizer_steps import (
-    STEPS_BEFORE_WARNING,
-    ParameterStepObserver,
-    UnexchangedParameters,
-    changes_weights,
-)
+from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, UnexchangedParameters, changes_weights
+
+MAX_EMPTY_CALLS = 20
+"""Consecutive calls without a gradient before the warning."""
 
 
 class AveragedStepObserver(ParameterStepObserver):
@@ -33,10 +31,10 @@ class AveragedStepObserver(ParameterStepObserver):
         self._empty_calls = 0 if marks else self._empty_calls + 1
         if not marks:
             self._require_exchanged(self._unexchanged.first())
-        if self._empty_calls == STEPS_BEFORE_WARNING:
+        if self._empty_calls == MAX_EMPTY_CALLS:
             self._warn(
                 "no gradients",
-                f"average_gradients() found no gradients in {STEPS_BEFORE_WARNING} calls. Call it after backward() and "
+                f"average_gradients() found no gradients in {MAX_EMPTY_CALLS} calls. Call it after backward() and "
                 "before zero_grad()",
             )
         if marks and marks.items() <= self._averaged.items():

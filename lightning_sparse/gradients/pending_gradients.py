@@ -25,15 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_sparse.engine.memory import ResidualMemory
-from lightning_sparse.engine.optimizer_steps import (
-    STEPS_BEFORE_WARNING,
-    Arguments,
-    StepObserver,
-    UnexchangedParameters,
-    weak_method,
-)
+from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, weak_method
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
+STEPS_BEFORE_WARNING = 20
+"""Backwards rolled back without any step, or steps with gradients that no optimizer uses, before a warning."""
 CAREFUL_EXCHANGES = 2
 """Exchanges whose gradient norms are always stored; later only if a backward ever began with pending changes."""
 
