@@ -35,7 +35,7 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
 from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.selection.numbers import FIXED_FIELDS
+from lightning_sparse.selection.statistics import FIXED_FIELDS
 from lightning_sparse.sparsifiers.protocol import Selection
 
 RESNET_18 = 11_173_962
@@ -58,7 +58,7 @@ def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: W
     header[NUM_SELECTED] = selection.indices.numel()
     bounds = torch.tensor(slice_bounds(out.numel(), exchange.workers.num_workers))
     header[LARGEST_SLICE] = torch.searchsorted(selection.indices, bounds).diff().amax()
-    transfer = exchange.open(0, wire, header.numel(), out, is_last=True)
+    transfer = exchange.new_transfer(0, wire, header.numel(), out, is_last=True)
     if transfer.payload is None:
         out.zero_()
         out[selection.indices] = selection.values / transfer.divisor

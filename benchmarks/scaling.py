@@ -51,7 +51,7 @@ from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, speeds
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.selection.numbers import FIXED_FIELDS
+from lightning_sparse.selection.statistics import FIXED_FIELDS
 
 WORKERS = [2**power for power in range(1, 11)]
 FLOAT = Wire(torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.anchor import AnchorBucket, DriftBucket, load_outer, outer_state
-from lightning_sparse.drift.untrained_tensors import UntrainedTensors, differing, fingerprints
+from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, tensors_that_differ
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.options import DriftOptions
@@ -65,7 +65,7 @@ class DriftExchange:
         notes = self._engine.finish()
         largest = float(torch.cat([note[:, 0] for note in notes]).max())  # NaN if any is NaN
         self.largest_drift = float(self._replica.gather_numbers([largest], self.buckets[0].anchor.device).max())
-        self._engine.workers.average([*differing(self._compared, notes[-1][:, 2:]).values()])
+        self._engine.workers.average([*tensors_that_differ(self._compared, notes[-1][:, 2:]).values()])
         fewest, most = notes[-1][:, 1].aminmax()
         if fewest == most:  # a new buffer may be on one worker only, and messages must have equal sizes
             self._num_compared = int(most)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange
-from lightning_sparse.drift.untrained_tensors import differing, fingerprints, named_tensors
+from lightning_sparse.drift.untrained_tensors import fingerprints, named_tensors, tensors_that_differ
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.workers import Workers
@@ -94,7 +94,7 @@ class SharedWeights:
         # A new buffer may be on one worker only.
         compared = {name: tensor for name, tensor in compared.items() if all(name in found for found in of_workers)}
         rows = torch.tensor([[found[name] for name in compared] for found in of_workers], dtype=torch.float64)
-        averaged = self.weights() | differing(compared, rows)
+        averaged = self.weights() | tensors_that_differ(compared, rows)
         tensors = {name: tensor.clone() for name, tensor in averaged.items()}
         workers.average(list(tensors.values()))
         return tensors

@@ -15,7 +15,7 @@ from lightning_sparse.exchange.workers import Workers
 WORD_BYTES = 8
 SMALL_BYTES = 2**16
 """The largest size of tensors that are hashed together, such as a hundred statistics of batch norm."""
-BLOCK_ELEMENTS = 2**22
+WORDS_PER_PASS = 2**22
 """The number of words of larger tensors that are hashed at a time, which needs an equal amount of work space."""
 _SPREAD, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -76,7 +76,7 @@ class UntrainedTensors:
         return {name: local(found[name]) if name in found else torch.zeros(0) for name in names}
 
 
-def differing(compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
+def tensors_that_differ(compared: Mapping[str, Tensor], prints: Tensor) -> dict[str, Tensor]:
     """Return tensors that differ between workers and have equal sizes; their names are equal on all workers.
 
     Takes tensors by name and all workers' ``fingerprints`` of them, shape (n, numbers), on the CPU.
@@ -125,8 +125,8 @@ def _hash(octets: Tensor) -> Tensor:
         octets = pad(octets, (0, -octets.numel() % WORD_BYTES))
     words = octets.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=octets.device)
-    for start in range(0, words.numel(), BLOCK_ELEMENTS):
-        block = words[start : start + BLOCK_ELEMENTS]
+    for start in range(0, words.numel(), WORDS_PER_PASS):
+        block = words[start : start + WORDS_PER_PASS]
         total += _mixed(block, torch.arange(start + 1, start + 1 + block.numel(), device=block.device)).sum()
     return total
 

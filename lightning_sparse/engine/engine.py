@@ -28,13 +28,13 @@ from torch import Tensor
 from lightning_sparse.engine.calibrator import Calibrator
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.snapshot import Snapshot, not_plain
-from lightning_sparse.engine.step_stats import StepStats, numbers_of_headers
+from lightning_sparse.engine.step_stats import StepStats, statistics_of
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.wire import wire_of
 from lightning_sparse.exchange.workers import LostWorkerError, Workers
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
-from lightning_sparse.selection.numbers import header_fields
+from lightning_sparse.selection.statistics import header_fields
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier, WholeStep
 
@@ -130,7 +130,7 @@ class Engine:
         if gradient.dtype != dtype:  # too narrow for the average
             name = "average", bucket.index
             bucket.average = self.exchange.buffers.take(name, gradient.numel(), dtype, gradient.device)
-        transfer = self.exchange.open(
+        transfer = self.exchange.new_transfer(
             bucket.index,
             wire_of(self.options.value_dtype, dtype, None if is_full else self.sparsifier),
             header_fields(layout, self.per_layer_stats) + (0 if bucket.notes is None else bucket.notes.numel()),
@@ -198,7 +198,7 @@ class Engine:
             dense_elements=self._dense_elements,
             threshold=self.sparsifier.current_threshold,
             is_calibration=self.calibrator.is_running,
-            **numbers_of_headers([bucket.layout for bucket in buckets], self._headers),
+            **statistics_of([bucket.layout for bucket in buckets], self._headers),
         )
         self.last_step = stats = self.combine_shards(stats)
         self.next_step += 1

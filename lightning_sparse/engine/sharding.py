@@ -15,10 +15,10 @@ from lightning_sparse.engine.grouping import local
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.exchange.agreement import differing, parameter_settings, require_agreement
 from lightning_sparse.exchange.groups import replica_workers
-from lightning_sparse.selection.numbers import STEP_NUMBERS, combined
+from lightning_sparse.selection.statistics import STATISTICS, combined
 
-OF_STEP = [number for number in STEP_NUMBERS if number.shards]
-OF_LAYER = [number for number in OF_STEP if number.per_layer]
+OF_STEP = [statistic for statistic in STATISTICS if statistic.shards]
+OF_LAYER = [statistic for statistic in OF_STEP if statistic.per_layer]
 
 
 class Sharding:
@@ -66,12 +66,12 @@ class Sharding:
             return own
         names = list(self.named) if own.layers else []
         layers = [own.layers.get(name, LayerStats(own.num_workers, 0, 0, 0.0)) for name in names]
-        numbers = [getattr(own, number.name) for number in OF_STEP]
-        numbers += [getattr(layer, number.name) for layer in layers for number in OF_LAYER]
-        rows = self.replica.gather_numbers(numbers, self.device)
+        values = [getattr(own, statistic.name) for statistic in OF_STEP]
+        values += [getattr(layer, statistic.name) for layer in layers for statistic in OF_LAYER]
+        rows = self.replica.gather_numbers(values, self.device)
         totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
-        of_step = {number.name: next(totals) for number in OF_STEP}
-        whole = [replace(layer, **{number.name: next(totals) for number in OF_LAYER}) for layer in layers]
+        of_step = {statistic.name: next(totals) for statistic in OF_STEP}
+        whole = [replace(layer, **{statistic.name: next(totals) for statistic in OF_LAYER}) for layer in layers]
         trained = {name: layer for name, layer in zip(names, whole, strict=True) if layer.num_elements}  # not frozen
         return replace(own, **of_step, layers=trained)
 

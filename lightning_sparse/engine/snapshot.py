@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.engine.grouping import local
-from lightning_sparse.selection.numbers import squared_norm
+from lightning_sparse.selection.statistics import squared_norm
 
 Tensors = dict[str, dict[str, Tensor]]
 """Flat tensors by kind and parameter name, in the order of indices, with two numbers per complex element."""

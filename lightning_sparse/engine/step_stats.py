@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.selection.numbers import FIXED_FIELDS, HEADER, LAYER_HEADER, STEP_NUMBERS, combined
+from lightning_sparse.selection.statistics import FIXED_FIELDS, HEADER, LAYER_HEADER, STATISTICS, combined
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
 
@@ -70,7 +70,7 @@ class StepStats(LayerStats):
         return sqrt(self.squared_error)
 
 
-def numbers_of_headers(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> dict[str, Any]:
+def statistics_of(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> dict[str, Any]:
     """Return fields of `StepStats` from headers per bucket: float64, CPU, shape (n, H)."""
     num_workers = headers[0].shape[0]
     fields = torch.cat([header[:, :FIXED_FIELDS] for header in headers])
@@ -79,7 +79,7 @@ def numbers_of_headers(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]
     for layout, header in zip(layouts, headers, strict=True):
         if header.shape[1] > FIXED_FIELDS:
             layers |= _of_layers(layout, header[:, FIXED_FIELDS:])
-    return {number.name: total for number, total in totals if number.workers} | {
+    return {statistic.name: total for statistic, total in totals if statistic.workers} | {
         "num_workers": num_workers,
         "num_elements": sum(layout.num_elements for layout in layouts),
         "layers": layers,
@@ -88,9 +88,9 @@ def numbers_of_headers(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]
 
 def _of_layers(layout: LayerLayout, fields: Tensor) -> dict[str, LayerStats]:
     num_workers, num_layers = len(fields), len(layout.names)
-    columns = [number for number in LAYER_HEADER for _ in layout.names]
+    columns = [statistic for statistic in LAYER_HEADER for _ in layout.names]
     totals = combined(fields, columns, "workers", num_workers)
-    names = [number.name for number in LAYER_HEADER]
+    names = [statistic.name for statistic in LAYER_HEADER]
     return {
         name: LayerStats(num_workers, size, **dict(zip(names, totals[place::num_layers], strict=True)))
         for place, (name, size) in enumerate(zip(layout.names, layout.sizes, strict=True))
@@ -104,9 +104,11 @@ def step_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
     """
     stats = steps[-1]
     if len(steps) > 1:
-        numbers = [number for number in STEP_NUMBERS if number.exchanges]
-        rows = [[getattr(step, number.name) for number in numbers] for step in steps]
-        totals = combined(torch.tensor(rows, dtype=torch.float64), numbers, "exchanges")
-        stats = replace(stats, **dict(zip((number.name for number in numbers), totals, strict=True)))
-    values = {f"sparse/{number.logged}": getattr(stats, number.logged) for number in STEP_NUMBERS if number.logged}
+        combining = [statistic for statistic in STATISTICS if statistic.exchanges]
+        rows = [[getattr(step, statistic.name) for statistic in combining] for step in steps]
+        totals = combined(torch.tensor(rows, dtype=torch.float64), combining, "exchanges")
+        stats = replace(stats, **dict(zip((statistic.name for statistic in combining), totals, strict=True)))
+    values = {
+        f"sparse/{statistic.logged}": getattr(stats, statistic.logged) for statistic in STATISTICS if statistic.logged
+    }
     return {name: float(value) for name, value in values.items() if value is not None}

@@ -2,10 +2,10 @@
 
 DDP calls the communication hook once per bucket, in the same order on all workers. From the hook's body, in that order:
 
-1. ``open``    chooses the bucket's route by the headers of the last step, the same on all workers
-2. ``start``   issues its first collective; the exchange of early buckets overlaps with backward
-3. ``finish``  in the hook of the last bucket: reads all headers, the only synchronisation of the step with the device;
-               issues further rounds, in order; writes all averages
+1. ``new_transfer``  chooses the bucket's route by the headers of the last step, the same on all workers
+2. ``start``         issues its first collective; the exchange of early buckets overlaps with backward
+3. ``finish``        in the hook of the last bucket: reads all headers, the only synchronisation of the step with the
+                     device; issues further rounds, in order; writes all averages
 
 If the last bucket is gathered, its payload carries the headers of all buckets. If not, a small gather of the headers
 follows.
@@ -38,7 +38,7 @@ UNEVEN_SLICES = 2
 
 
 class Exchange:
-    """Averages sparse buckets over a process group. ``open`` to ``finish`` are collective.
+    """Averages sparse buckets over a process group. ``new_transfer`` to ``finish`` are collective.
 
     Args:
         mode: a route of ``ExchangeOptions``. ``"auto"`` chooses by the number of selected coordinates in the previous
@@ -111,7 +111,7 @@ class Exchange:
         self._headers.clear()
         self._coalescer.waiting.clear()
 
-    def open(
+    def new_transfer(
         self,
         bucket: int,
         wire: Wire,

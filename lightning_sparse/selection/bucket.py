@@ -14,7 +14,7 @@ from lightning_sparse.exchange.routes.adding import native_payloads
 from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts, subtract
-from lightning_sparse.selection.numbers import squared_norm
+from lightning_sparse.selection.statistics import squared_norm
 from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 from lightning_sparse.sparsifiers.protocol import LayerLayout, Selection
 

@@ -19,7 +19,8 @@ from lightning_sparse.kernels import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_residual, require_unchanged, sent_and_kept
 from lightning_sparse.selection.fused_threshold import take_out_fused
-from lightning_sparse.selection.numbers import (
+from lightning_sparse.selection.own_sums import keep_small_sums, put_back
+from lightning_sparse.selection.statistics import (
     FIXED_FIELDS,
     SLOTS,
     boundaries_of,
@@ -28,7 +29,6 @@ from lightning_sparse.selection.numbers import (
     layer_errors,
     squared_norm,
 )
-from lightning_sparse.selection.own_sums import keep_small_sums, put_back
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold, ThresholdRun, exceed
 from lightning_sparse.sparsifiers.protocol import MarkingSparsifier, Selection, Sparsifier, in_order, require_marks
 

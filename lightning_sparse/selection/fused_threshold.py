@@ -21,27 +21,27 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import copy_to_device
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS as ELEMENTS_PER_END
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
 from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.kernels import launch, tl
 from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
 from lightning_sparse.selection.bucket import FlatBucket
-from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
+from lightning_sparse.selection.statistics import FIXED_FIELDS, SLOTS
 from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 
-BLOCK_ELEMENTS = 8192
-PER_END = ELEMENTS_PER_END // BLOCK_ELEMENTS
+PROGRAM_ELEMENTS = 8192
+PER_END = BLOCK_ELEMENTS // PROGRAM_ELEMENTS
 ALIGNED_BYTES = 16
 """Bytes that a thread reads and writes at once from an aligned pointer. torch's allocations are aligned."""
 # 512 threads with 8 elements each need some 50 registers: two programs fit a multiprocessor of an H100 or H200. Without
 # fusing, a multiplication and an addition round twice, as in PyTorch.
-_WALK = {"BLOCK": BLOCK_ELEMENTS, "WORDS": 128, "num_warps": 16, "enable_fp_fusion": False}
-_SUMMARISE = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16, "num_warps": 8}
+_WALK = {"BLOCK": PROGRAM_ELEMENTS, "WORDS": 128, "num_warps": 16, "enable_fp_fusion": False}
+_SUMMARISE = {"BLOCK": PROGRAM_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16, "num_warps": 8}
 # The marks determine the selected coordinates of a bucket and its slices, not the numbers of blocks.
 _SLOTS = {name.upper(): slot for name, slot in SLOTS.items()}
 _WALK |= {name: slot for name, slot in _SLOTS.items() if name in ("NON_FINITE", "SQUARED_ERROR")}
 _SUMMARISE |= _SLOTS | {"FIXED_FIELDS": FIXED_FIELDS}
-_PACK = {"BLOCK": BLOCK_ELEMENTS, "PER_END": PER_END, "num_warps": 4, "enable_fp_fusion": False}
+_PACK = {"BLOCK": PROGRAM_ELEMENTS, "PER_END": PER_END, "num_warps": 4, "enable_fp_fusion": False}
 
 
 def take_out_fused(
@@ -73,7 +73,7 @@ def take_out_fused(
     """
     (before, after, _), gradient, wire = bucket.residual, bucket.gradient, transfer.format.wire
     size, device, take = after.numel(), after.device, transfer.buffers.take
-    blocks = -(-size // BLOCK_ELEMENTS)
+    blocks = -(-size // PROGRAM_ELEMENTS)
     # With a wrong size, a kernel would write out of bounds.
     assert all(tensor.shape == (size,) and tensor.is_contiguous() for tensor in (before, after, gradient))
     ends = bits = dense = parts = None
@@ -87,7 +87,7 @@ def take_out_fused(
         return
     tables = _threshold_tables(tuple(runs), size, after.dtype, device)
     if parts is not None or boundaries is not None:
-        bits = take("bits", blocks * BLOCK_ELEMENTS // 32, torch.int32, device)
+        bits = take("bits", blocks * PROGRAM_ELEMENTS // 32, torch.int32, device)
     counts = take("counts", blocks, torch.int32, device)
     numbers = take("numbers", FIXED_FIELDS * blocks, torch.float64, device)
     starts = take("starts", blocks + 1, torch.int64, device)
@@ -131,6 +131,6 @@ def _threshold_tables(
 @lru_cache(maxsize=4096)
 def _edge_tables(starts: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     edges = torch.tensor(starts)
-    blocks = torch.arange(0, size + BLOCK_ELEMENTS, BLOCK_ELEMENTS)
+    blocks = torch.arange(0, size + PROGRAM_ELEMENTS, PROGRAM_ELEMENTS)
     first_run = torch.searchsorted(edges, blocks, right=True, out_int32=True) - 1
     return copy_to_device(edges, device), copy_to_device(first_run, device)

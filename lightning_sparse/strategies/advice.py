@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.step_stats import StepStats
+from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.sparsifiers.hard_threshold import DEFAULT_DENSITY, Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import target_density
 
@@ -40,15 +41,15 @@ class Advice:
     Args:
         averager: the averager of the fit; exchanges of a single worker are ignored.
         is_sharded: whether the strategy is for sharded replicas.
-        is_dense_by_choice: whether the user chose the dense route.
+        exchange: the route that the user chose.
     """
 
-    def __init__(self, averager: Averager, *, is_sharded: bool, is_dense_by_choice: bool) -> None:
+    def __init__(self, averager: Averager, *, is_sharded: bool, exchange: ExchangeMode) -> None:
         self._kind, self._keeps_residual, self._is_sharded = averager.kind, averager.keeps_residual, is_sharded
         self._num_workers = averager.workers.num_workers
         self._num_elements = averager.replica.num_workers * sum(averager.parameter_sizes.values())
         self._sparsifier = averager.sparsifier
-        self._is_dense_by_choice, self._is_watching = is_dense_by_choice, False
+        self._exchange, self._is_watching = exchange, False
         if self._num_workers > 1:
             averager.subscribe(self.add)
 
@@ -164,12 +165,13 @@ class Advice:
 
     def _report_dense(self) -> None:
         share = self._dense_elements / self._elements
-        if share > 0.5 and not (self._sends_all or self._is_dense_by_choice):
+        if share > 0.5 and not (self._sends_all or self._exchange == "dense"):
             seen = 100 * self._selected / self._elements
+            remedy = "Set a lower density." if self._exchange == "auto" else "Use exchange='auto'."
             self._warn(
                 "dense",
                 f"{100 * share:.0f} % of coordinates were sent densely at a density of {seen:.3g} %: nothing is saved. "
-                "Set a lower density.",
+                + remedy,
             )
 
     def _warn(self, kind: str, text: str) -> None:

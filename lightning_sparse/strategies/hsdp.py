@@ -71,7 +71,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
         super()._after_step()
 
     def _before_any_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
-        if self._is_stepping:
+        if self._ignores_steps:
             return None
         args, kwargs = arguments
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -101,7 +101,7 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:
-        why_not = self._why_broken(averager)
+        why_not = self._why_not_saved(averager)
         return (averager.shared.mean(averager.workers) if why_not is None else None), why_not
 
     @override

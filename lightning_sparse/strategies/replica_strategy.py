@@ -185,7 +185,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         averager: Averager = self.state
         optimizers = self._own_optimizers(averager, checkpoint)
-        why_not = self._why_broken(averager)
+        why_not = self._why_not_saved(averager)
         if why_not is not None:
             warn_of_incomplete(averager.kind, why_not)
         folder = path if self._save_distributed_checkpoint else None
@@ -197,7 +197,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         """Return this replica's own optimizer states by index; may empty the checkpoint's."""
         return {}
 
-    def _why_broken(self, averager: Averager) -> str | None:
+    def _why_not_saved(self, averager: Averager) -> str | None:
         """Return the reason if tensors of replicas cannot be saved, else None. Collective."""
         obstacles = averager.obstacles()
         obstacles += ["it was saved between an exchange and the optimizer's step"] * self._awaits_step

@@ -79,7 +79,7 @@ class SparseStrategy(TakesOptions):
         self.worker_state = worker_state
         self.state = None
         self.averagers: Sequence[Averager] = []
-        self.per_layer_stats = self._is_stepping = False
+        self.per_layer_stats = self._ignores_steps = False
 
     @abstractmethod
     def _lightning_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +95,8 @@ class SparseStrategy(TakesOptions):
         self.state, self.averagers = state, [state]
         self.per_layer_stats = False  # the callbacks of a later fit ask again
         self.step_log = StepLog(state)
-        is_sharded, is_dense = isinstance(self, ModelParallelStrategy), self._options.exchange == "dense"
-        self._advice = Advice(state, is_sharded=is_sharded, is_dense_by_choice=is_dense)
+        is_sharded = isinstance(self, ModelParallelStrategy)
+        self._advice = Advice(state, is_sharded=is_sharded, exchange=self._options.exchange)
         if state.observed_steps is not None:
             state.observed_steps.on_step = weak_method(self._after_any_step)
 
@@ -105,11 +105,11 @@ class SparseStrategy(TakesOptions):
     @contextmanager
     def _ignoring_steps(self) -> Iterator[None]:
         """Do not count optimizer steps inside the context as steps that bypass Lightning."""
-        before, self._is_stepping = self._is_stepping, True
+        before, self._ignores_steps = self._ignores_steps, True
         try:
             yield
         finally:
-            self._is_stepping = before
+            self._ignores_steps = before
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ class SparseStrategy(TakesOptions):
 
     def _after_any_step(self, *_: Any) -> None:
         # Steps can bypass the strategy: self.optimizers(use_pl_optimizer=False) returns torch's own optimizers.
-        if not self._is_stepping:
+        if not self._ignores_steps:
             self._after_step()
 
     def _after_step(self) -> None:

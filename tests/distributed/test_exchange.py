@@ -20,7 +20,7 @@ from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.selection.numbers import FIXED_FIELDS
+from lightning_sparse.selection.statistics import FIXED_FIELDS
 from lightning_sparse.sparsifiers.protocol import Selection
 from tests.integration.unwatched_workers import wait_until
 from tests.workers import on_workers, run_workers
@@ -50,7 +50,7 @@ def header_of(selection, size, slices):
 
 
 def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, between=lambda: None, by_senders=False):
-    """Exchange several buckets in a step; return the averages, the headers and the bytes.
+    """Exchange several buckets in a step; return the averages, the headers, the bytes and the dense elements.
 
     What is ``between`` happens once all buckets are there and before the exchange ends.
     """
@@ -60,7 +60,7 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
     exchange.begin()
     for bucket, (selection, out, header) in enumerate(zip(selections, outs, headers, strict=True)):
         is_last = bucket == len(sizes) - 1
-        transfer = exchange.open(bucket, wire, header.numel(), out, is_last=is_last, by_senders=by_senders)
+        transfer = exchange.new_transfer(bucket, wire, header.numel(), out, is_last=is_last, by_senders=by_senders)
         if transfer.payload is None:
             out.zero_()
             out[selection.indices] = selection.values / transfer.divisor
@@ -70,10 +70,10 @@ def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, 
             transfer.overflow = lambda s=selection, c=room: Selection(s.indices[c:], s.values[c:])
         exchange.start(transfer, header)
     between()
-    gathered, sent_bytes, _ = exchange.finish()
+    gathered, sent_bytes, dense_elements = exchange.finish()
     for header, all_headers in zip(headers, gathered, strict=True):
         assert torch.equal(all_headers[dist.get_rank()], header)
-    return outs, gathered, sent_bytes
+    return outs, gathered, sent_bytes, dense_elements
 
 
 def plain_average(of_workers, size, dtype, by_senders):
@@ -108,7 +108,7 @@ def _run(modes, cases):
             is_exact = mode in ("gather", "reduce_scatter") or wire.is_quantised
             exchange = Exchange(mode)
             for step, (selections, plains) in enumerate(steps):
-                outs, _, _ = exchange_once(exchange, selections, sizes, dtype, wire, by_senders=by_senders)
+                outs, *_ = exchange_once(exchange, selections, sizes, dtype, wire, by_senders=by_senders)
                 for plain, out in zip(plains, outs, strict=True):
                     out = out.nan_to_num(nan=123.0)
                     if is_exact:
@@ -154,7 +154,7 @@ def test_every_route_gives_the_plain_average(num_workers, drawn):
 @on_workers(3)
 def test_dense_multiples_need_the_bytes_of_values_and_sums(wire, of_values, of_sums):
     selection = selection_of(1, 2 * dist.get_rank(), 30_000, 0.5, torch.float32, wire)
-    _, _, sent = exchange_once(Exchange("dense"), [selection], [30_000], torch.float32, wire)
+    _, _, sent, _ = exchange_once(Exchange("dense"), [selection], [30_000], torch.float32, wire)
     header_bytes = 8 * FIXED_FIELDS
     assert sent == 30_000 * of_values + 10_000 * of_sums + header_bytes
 
@@ -188,6 +188,16 @@ def test_the_hierarchical_route_equals_the_other_routes(num_workers, workers_per
     assert all(checksums == ranks[0] for checksums in ranks)
 
 
+@pytest.mark.parametrize(("num_nodes", "density", "dense"), [(1, 0.01, 1000), (2, 0.01, 0), (2, 1.0, 1000)])
+@on_workers(2)
+def test_a_hierarchical_exchange_reports_dense_elements(num_nodes, density, dense):
+    os.environ["GROUP_RANK"] = str(dist.get_rank() if num_nodes == 2 else 0)
+    exchange = Exchange("hierarchical")
+    selection = selection_of(1, dist.get_rank(), 1000, density, torch.float32, FLOAT)
+    assert exchange_once(exchange, [selection], [1000])[3] == dense
+    exchange.close()
+
+
 @on_workers(3)
 def test_every_worker_rejects_uneven_nodes():
     os.environ["NODE_RANK"] = str(int(dist.get_rank() == 0))
@@ -211,7 +221,7 @@ def _count_collectives(mode, densities, full_bytes=gather.FULL_BYTES, link_gbit_
     for step, density in enumerate(densities):
         calls.clear()
         selections = [selection_of(10 * step + bucket + 1, 0, size, density) for bucket, size in enumerate(sizes)]
-        _, _, sent_bytes = exchange_once(exchange, selections, sizes)
+        _, _, sent_bytes, _ = exchange_once(exchange, selections, sizes)
         per_step.append((list(calls), sent_bytes))
     return per_step
 
@@ -251,10 +261,10 @@ def test_payloads_of_an_aborted_step_are_dropped():
     selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]
     if dist.get_rank() == 0:  # the backward of rank 1 failed before this bucket was ready
         exchange.begin()
-        transfer = exchange.open(0, FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
+        transfer = exchange.new_transfer(0, FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
         transfer.format.fill(transfer.payload, selections[0])
         exchange.start(transfer, header_of(selections[0], sizes[0], 2))
-    outs, _, _ = exchange_once(exchange, selections, sizes)
+    outs, *_ = exchange_once(exchange, selections, sizes)
     for out, selection in zip(outs, selections, strict=True):
         assert torch.equal(out[selection.indices], selection.values)
 

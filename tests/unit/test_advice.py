@@ -12,6 +12,7 @@ import torch
 
 from lightning_sparse import HardThreshold, Sparsifier, StepStats
 from lightning_sparse.engine.step_stats import LayerStats
+from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.sparsifiers.hard_threshold import Dense
 from lightning_sparse.strategies import advice as advice_module
 from lightning_sparse.strategies.advice import Advice, _normalising
@@ -62,7 +63,7 @@ class Situation:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     kind: str = "gradients"
     is_sharded: bool = False
-    is_dense: bool = False
+    exchange: ExchangeMode = "auto"
     planned: float | None = 10_000
     workers: int = WORKERS
     keeps_residual: bool = True
@@ -115,10 +116,13 @@ SITUATIONS = {
     "nothing of zero gradients": Situation([step(0, error=0.0)] * 200, [r"gradients are zero"]),
     "all of it densely": Situation(
         [step(300, dense=1.0)] * 250,
-        [r"100 % of coordinates were sent densely at a density of 30 %"],
+        [r"100 % of coordinates were sent densely at a density of 30 %.* Set a lower density"],
+    ),
+    "densely between the workers of one node": Situation(
+        [step(10, dense=1.0)] * 250, [r"nothing is saved. Use exchange='auto'"], exchange="hierarchical"
     ),
     "densely on purpose": Situation([step(1000, dense=1.0)] * 250, sparsifier=HardThreshold(threshold=0.0)),
-    "densely by exchange='dense'": Situation([step(10, dense=1.0)] * 250, is_dense=True),
+    "densely by exchange='dense'": Situation([step(10, dense=1.0)] * 250, exchange="dense"),
     "densely by the control": Situation([step(1000, dense=1.0)] * 250, sparsifier=Dense()),
     "some of it densely": Situation([step(10, dense=0.4)] * 250),
     "ends in calibration": Situation(
@@ -182,7 +186,7 @@ def listen(situation: Situation) -> list[str]:
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     warned: list[str] = []
     with messages_of(messages), warnings_of(warned):
-        advice = Advice(holder, is_sharded=situation.is_sharded, is_dense_by_choice=situation.is_dense)
+        advice = Advice(holder, is_sharded=situation.is_sharded, exchange=situation.exchange)
         for planned, steps in ((None, situation.searched), (situation.planned, situation.steps)):
             advice.begin([optimizer], planned)
             for number, exchange in enumerate(steps):

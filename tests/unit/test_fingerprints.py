@@ -42,7 +42,7 @@ def test_fingerprints_ignore_blocks_offsets_and_strides(monkeypatch):
     assert torch.equal(fingerprints([torch.stack([whole[1:]] * 2, 1)[:, 0]]), expected)
     monkeypatch.setattr(module, "SMALL_BYTES", 0)
     assert torch.equal(fingerprints([whole[1:]]), expected)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 17)
+    monkeypatch.setattr(module, "WORDS_PER_PASS", 17)
     assert torch.equal(fingerprints([whole[1:]]), expected)
 
 

@@ -24,7 +24,7 @@ from lightning_sparse.kernels import decode, is_available, launching, threshold
 from lightning_sparse.selection import fused_threshold
 from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_residual
 from lightning_sparse.selection.fused_threshold import take_out_fused
-from lightning_sparse.selection.numbers import FIXED_FIELDS, SLOTS
+from lightning_sparse.selection.statistics import FIXED_FIELDS, SLOTS
 from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.distributed.simulation import through_float8

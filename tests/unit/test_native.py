@@ -19,7 +19,7 @@ from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import building, native
 from lightning_sparse.selection import extraction
 from lightning_sparse.selection.bucket import FlatBucket, Residual
-from lightning_sparse.selection.numbers import SLOTS
+from lightning_sparse.selection.statistics import SLOTS
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.integration.models import assert_equal
 from tests.unit.strategies import EDGE_THRESHOLDS, Transfer, edge_values, payloads_of, selections

@@ -5,24 +5,24 @@ import torch
 
 from lightning_sparse import StepStats
 from lightning_sparse.engine.step_stats import LayerStats
-from lightning_sparse.selection.numbers import STEP_NUMBERS, StepNumber, combined, squared_norm
+from lightning_sparse.selection.statistics import STATISTICS, Statistic, combined, squared_norm
 
 
 def test_the_table_names_the_fields_of_statistics():
     of_step, of_layer = ({field.name for field in dataclasses.fields(kind)} for kind in (StepStats, LayerStats))
-    for number in STEP_NUMBERS:
-        if number.name != "largest_slice":  # only the exchange reads it
-            assert number.name in of_step
-            assert number.workers or not number.in_header
-        assert not number.per_layer or number.name in of_layer
-        assert number.logged is None or number.logged in of_step or hasattr(StepStats, number.logged)
+    for statistic in STATISTICS:
+        if statistic.name != "largest_slice":  # only the exchange reads it
+            assert statistic.name in of_step
+            assert statistic.workers or not statistic.in_header
+        assert not statistic.per_layer or statistic.name in of_layer
+        assert statistic.logged is None or statistic.logged in of_step or hasattr(StepStats, statistic.logged)
 
 
-def test_each_number_has_its_own_rule_of_combination():
+def test_each_statistic_has_its_own_rule_of_combination():
     rows = torch.tensor([[1.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
-    numbers = [StepNumber("a", workers="sum"), StepNumber("b", workers="mean")]
-    assert combined(rows, numbers, "workers", num_workers=2) == [4, 2]
-    assert combined(rows, [StepNumber("a", is_count=True, shards="sum")] * 2, "shards") == [4, 4]
+    statistics = [Statistic("a", workers="sum"), Statistic("b", workers="mean")]
+    assert combined(rows, statistics, "workers", num_workers=2) == [4, 2]
+    assert combined(rows, [Statistic("a", is_count=True, shards="sum")] * 2, "shards") == [4, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -55,6 +55,7 @@ class HierarchicalTransfer(Transfer):
     def second_round(self, header: Tensor, sizes: list[int]) -> None:
         """Exchange the slice between nodes, sparse or dense, whichever is smaller, and gather the slices inside."""
         inside, between = self.nodes.inside, self.nodes.between
+        self.is_dense = between.num_workers == 1
         if between.num_workers > 1:
             size = self._slice_format.payload_bytes(aligned(max(sizes)))
             if between.num_workers * size < 2 * self._slice.nbytes:
@@ -65,6 +66,7 @@ class HierarchicalTransfer(Transfer):
                 add(self._slice_format, gathered.view(between.num_workers, size), self._slice.zero_())
                 self.sent_bytes += size
             else:
+                self.is_dense = True
                 between.all_reduce(self._slice).wait()
                 self.sent_bytes += self._slice.nbytes
         self._slices = self._slice

@@ -142,7 +142,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
             optimizer.register_step_pre_hook(weak_method(self._step_begins))
 
     def _step_begins(self, *_: Any) -> None:
-        if not self._is_stepping:
+        if not self._ignores_steps:
             refuse("steps that bypass Lightning, such as torch's own optimizer.step() in optimizer_step")
 
     # The current worker.

@@ -1,4 +1,4 @@
-"""The numbers of a step: rules to combine and log them, and their layout in a header."""
+"""The statistics of a step: rules to combine and log them, and their layout in a header."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ NORM_BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class StepNumber:
-    """The rules for combining and logging a number of a step.
+class Statistic:
+    """The rules for combining and logging a statistic of a step.
 
     Attributes:
         name: its field in `StepStats`, if it has one.
         is_count: whether it is a whole number.
         in_header: whether every bucket's header holds it. Headers keep the order of the table.
-        per_layer: whether ``LayerStats`` holds it for every layer, and the header as well if it holds the number.
+        per_layer: whether ``LayerStats`` holds it for every layer, and the header as well if it holds the statistic.
         workers: the rule over the headers of all workers. ``"mean"`` is the mean of the workers' sums over buckets.
-            None for numbers that no header holds or that only the exchange reads.
-        shards: the rule over the ranks of one replica; None if all of them have the same number.
+            None for statistics that no header holds or that only the exchange reads.
+        shards: the rule over the ranks of one replica; None if all of them have the same value.
         exchanges: the rule over several exchanges that are logged together; None takes the last.
         logged: the attribute of `StepStats` that every step logs as ``sparse/<attribute>``; None for no attribute.
     """
@@ -43,33 +43,33 @@ class StepNumber:
     logged: str | None = None
 
 
-def _count(name: str, **columns: Any) -> StepNumber:
-    return StepNumber(name, is_count=True, **columns)
+def _count(name: str, **columns: Any) -> Statistic:
+    return Statistic(name, is_count=True, **columns)
 
 
-STEP_NUMBERS = (
+STATISTICS = (
     # The exchange reads the first three from the header (NUM_SELECTED, LARGEST_SLICE and NON_FINITE).
     _count("selected", in_header=True, per_layer=True, workers="sum", shards="sum", exchanges="sum", logged="density"),
     _count("largest_slice", in_header=True),
     _count("non_finite", in_header=True, workers="sum", shards="sum", exchanges="sum"),
-    StepNumber("squared_gradient_norm", in_header=True, workers="mean", shards="sum"),
-    StepNumber("squared_error", in_header=True, per_layer=True, workers="mean", shards="sum", logged="error_norm"),
+    Statistic("squared_gradient_norm", in_header=True, workers="mean", shards="sum"),
+    Statistic("squared_error", in_header=True, per_layer=True, workers="mean", shards="sum", logged="error_norm"),
     _count("num_elements", per_layer=True, shards="sum", exchanges="sum"),
     _count("payload_bytes", shards="sum", exchanges="sum", logged="payload_bytes"),
     _count("dense_bytes", shards="sum", exchanges="sum"),
     _count("dense_elements", shards="sum", exchanges="sum"),
-    StepNumber("threshold", logged="threshold"),
+    Statistic("threshold", logged="threshold"),
 )
-"""Every number of a step. A new number needs a row here and a field in `StepStats`, with a default because checkpoints
-hold `StepStats`. A rule other than sum and mean needs a branch in ``combined``. If headers hold the number, three
+"""Every statistic of a step. A new one needs a row here and a field in `StepStats`, with a default because checkpoints
+hold `StepStats`. A rule other than sum and mean needs a branch in ``combined``. If headers hold the statistic, three
 places measure it: ``Extraction._header`` for tensors, ``native.c`` with ``Extraction._fill_natively``, and
-``kernels/threshold.py``. In ``threshold.py``, ``walk_block`` writes a block's number if ``_WALK`` names it, and
-``summarise`` needs a parameter for the number's place in the header and must store it.
+``kernels/threshold.py``. In ``threshold.py``, ``walk_block`` writes a block's statistic if ``_WALK`` names it, and
+``summarise`` needs a parameter for the statistic's place in the header and must store it.
 """
-HEADER = tuple(number for number in STEP_NUMBERS if number.in_header)
-LAYER_HEADER = tuple(number for number in HEADER if number.per_layer)
-SLOTS = {number.name: slot for slot, number in enumerate(HEADER)}
-"""The position of each number in a header."""
+HEADER = tuple(statistic for statistic in STATISTICS if statistic.in_header)
+LAYER_HEADER = tuple(statistic for statistic in HEADER if statistic.per_layer)
+SLOTS = {statistic.name: slot for slot, statistic in enumerate(HEADER)}
+"""The position of each statistic in a header."""
 FIXED_FIELDS = len(HEADER)
 """Fields of a header before the per-layer fields."""
 
@@ -80,41 +80,41 @@ def header_fields(layout: LayerLayout, per_layer: bool) -> int:
 
 
 def combined(
-    rows: Tensor, numbers: Sequence[StepNumber], over: Literal["workers", "shards", "exchanges"], num_workers: int = 1
+    rows: Tensor, statistics: Sequence[Statistic], over: Literal["workers", "shards", "exchanges"], num_workers: int = 1
 ) -> list[Any]:
-    """Return a number per column, combined by the number's rule.
+    """Return a number per column, combined by the rule of its statistic.
 
     Args:
         rows: float64, shape (m, N), on the CPU.
-        numbers: of the N columns.
+        statistics: of the N columns.
         over: the rows: headers of ``num_workers`` workers, ranks of a replica, or exchanges.
         num_workers: n, the divisor of a mean over the workers.
     """
-    rules = [getattr(number, over) for number in numbers]
+    rules = [getattr(statistic, over) for statistic in statistics]
     return [
-        (int if number.is_count else float)(total / num_workers if rule == "mean" else total)
-        for number, rule, total in zip(numbers, rules, rows.sum(0).tolist(), strict=True)
+        (int if statistic.is_count else float)(total / num_workers if rule == "mean" else total)
+        for statistic, rule, total in zip(statistics, rules, rows.sum(0).tolist(), strict=True)
     ]
 
 
-def header_of(device: torch.device, of_layers: Mapping[str, Tensor] | None = None, **numbers: float | Tensor) -> Tensor:
+def header_of(device: torch.device, of_layers: Mapping[str, Tensor] | None = None, **values: float | Tensor) -> Tensor:
     """Return a header: float64, shape (H,), on the bucket's device, without a wait for the device.
 
     Args:
         device: the bucket's device.
-        of_layers: each number of ``LAYER_HEADER`` for every layer, by name, shapes (L,); None without per-layer
-            numbers.
-        **numbers: numbers of ``HEADER`` by name: Python numbers, or tensors of one element; the others are 0.
+        of_layers: the values of ``LAYER_HEADER`` for every layer, by name, shapes (L,); None without per-layer
+            statistics.
+        **values: the values of ``HEADER`` by name: numbers, or tensors of one element; the others are 0.
     """
     if device.type == "cpu":
-        header = torch.tensor([float(numbers.get(name, 0)) for name in SLOTS], dtype=torch.float64)
+        header = torch.tensor([float(values.get(name, 0)) for name in SLOTS], dtype=torch.float64)
     else:
         header = torch.zeros(FIXED_FIELDS, dtype=torch.float64, device=device)
-        for name, number in numbers.items():
-            header[SLOTS[name]] = number
+        for name, value in values.items():
+            header[SLOTS[name]] = value
     if of_layers is None:
         return header
-    return torch.cat([header, *(of_layers[number.name].double() for number in LAYER_HEADER)])
+    return torch.cat([header, *(of_layers[statistic.name].double() for statistic in LAYER_HEADER)])
 
 
 SMALLEST_SQUARES = 1e-29
