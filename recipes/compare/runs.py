@@ -77,7 +77,7 @@ class Runs:
         """Return the folder of a run, which may not exist yet."""
         folder = self.output / self.config.parent.name / make_folder_name(variant.label)
         tuned = None if choice.tuned is None else f"tuned_{choice.tuned}"
-        return folder.joinpath(*(make_folder_name(part) for part in (choice.grid_value, tuned, str(seed)) if part))
+        return folder.joinpath(*(make_folder_name(part) for part in (choice.grid_value, tuned, f"seed_{seed}") if part))
 
     def command(self, variant: Variant, choice: Choice, seed: int, folder: Path) -> list[str]:
         """Return the command that makes a run in ``folder``, which holds a copy of the recipe."""

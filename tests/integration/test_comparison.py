@@ -74,7 +74,7 @@ def test_a_comparison_runs_every_variant_once_and_draws_it(tmp_path, call):
     for name in ("volume.png", "steps.png"):
         assert (tmp_path / "resnet18_cifar10" / name).read_bytes().startswith(b"\x89PNG")
 
-    folders = [next(tmp_path.rglob(f"{name}*/4/1")) for name in ("dense", "hard")]
+    folders = [next(tmp_path.rglob(f"{name}*/4/seed_1")) for name in ("dense", "hard")]
     picture = tmp_path / "curves.png"
     runs = [f"{label}={folder}" for label, folder in zip(("dense", "λ = 1"), folders, strict=True)]
     call(plot.main, "--output", picture, *runs)
@@ -87,7 +87,7 @@ def test_a_failing_variant_shows_its_output_and_leaves_no_files(tmp_path, call):
     variant = ("--variant", "wrong: --trainer.strategy.threshold=-1")
     with pytest.raises(SystemExit, match=r"threshold=-1.*Must be a finite number of at least 0"):
         call(compare.main, DEMO, "--metric", "val/accuracy", "--output", tmp_path, *variant)
-    assert not list(tmp_path.rglob("1"))
+    assert not list(tmp_path.rglob("seed_1"))
 
 
 def test_outcomes_count_compressed_bytes_and_a_table_has_mean_and_deviation_over_seeds(monkeypatch):
@@ -158,7 +158,7 @@ def test_tuning_reaches_the_requested_density_and_keeps_its_runs(power, tmp_path
     assert 0.3 * float(choice.tuned) ** power == pytest.approx(0.01, rel=0.1)
     assert choice.tuned == made[-1]
     assert len(made) <= 5
-    assert runs.folder(variant, choice, 3).parts[-3:] == ("0.1", f"tuned_{choice.tuned}", "3")
+    assert runs.folder(variant, choice, 3).parts[-3:] == ("0.1", f"tuned_{choice.tuned}", "seed_3")
 
 
 def test_failed_tuning_lists_its_attempts(tmp_path):
@@ -266,11 +266,12 @@ def test_a_kept_run_with_other_arguments_is_not_reused(without_training, tmp_pat
     assert away.is_relative_to(tmp_path / "recipe")
     assert away != folder
     assert runs.folder(first, Choice("/x,/y", None), 1).is_relative_to(tmp_path / "recipe")
+    assert runs.folder(first, Choice("1", None), 1).parent != folder  # a grid value that equals a seed
 
 
 def test_files_of_a_killed_comparison_do_not_disturb(without_training, tmp_path):
     (runs, made), variant = without_training, Variant("a", "a", ("--x=1",))
-    orphan = tmp_path / "recipe" / "a" / "1.unfinished-00000000"
+    orphan = tmp_path / "recipe" / "a" / "seed_1.unfinished-00000000"
     orphan.mkdir(parents=True)
     folder = runs.run(variant, CHOICE, 1)
     assert orphan.name not in str(made[0])
