@@ -42,7 +42,6 @@ class Calibrator:
         self._running: ThresholdCalibration | None = None
         self._controls: dict[str, DensityControl] = {}  # by layer, "" is the model
         self._unconfirmed: StepStats | None = None
-        self._observed_steps = 0
         sparsifier = self._sparsifier
         if sparsifier is not None and sparsifier.density is not None:
             sparsifier.fix_threshold(None)
@@ -86,9 +85,7 @@ class Calibrator:
             return
         measured_before = self._running.measured_steps
         self._running.observe(stats.squared_gradient_norm)
-        self._observed_steps += 1
-        is_measured = self._running.measured_steps > measured_before
-        if not is_measured and self._observed_steps - measured_before == LATE:
+        if self._running.measured_steps == measured_before and self._running.unmeasured_steps == LATE:
             self._report_late_calibration(stats, self._running)
         if self._running.is_complete:
             calibration, self._running = self._running, None
@@ -101,14 +98,15 @@ class Calibrator:
                 )
 
     def _report_late_calibration(self, stats: StepStats, calibration: ThresholdCalibration) -> None:
+        observed_steps = calibration.measured_steps + calibration.unmeasured_steps
         if isinf(stats.squared_gradient_norm) and not stats.non_finite:
             raise RuntimeError(
-                f"No threshold can be calibrated: gradients are finite, but ‖g‖² overflowed in {self._observed_steps} "
+                f"No threshold can be calibrated: gradients are finite, but ‖g‖² overflowed in {observed_steps} "
                 "steps. Scale the loss down, or give threshold=… instead of density=…"
             )
         if self._logs:
             rank_zero_warn(
-                f"lightning_sparse: no threshold after {self._observed_steps} steps, so everything is sent. "
+                f"lightning_sparse: no threshold after {observed_steps} steps, so everything is sent. "
                 f"Calibration needs {calibration.steps} steps with a finite ‖g‖² above 0. It observed "
                 f"{calibration.measured_steps}, and the last ‖g‖² is {stats.squared_gradient_norm:g}. Look for "
                 "gradients that are zero, not finite or too small to square, or give threshold=… instead of density=…"

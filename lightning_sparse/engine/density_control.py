@@ -49,6 +49,7 @@ class ThresholdCalibration:
         steps: the number of steps to average over. Few suffice, because λ is adjusted afterwards.
         overshoot: κ of the hard threshold, with which the density is E‖g‖² / (λ² d (1 − κ²)).
         measured_steps: the number of observed norms.
+        unmeasured_steps: the number of norms that were 0, NaN or infinite.
         sum: Σ_t (1/n) Σ_i ‖g_i‖² over the observed steps.
     """
 
@@ -56,6 +57,7 @@ class ThresholdCalibration:
     steps: int
     overshoot: float = 0.0
     measured_steps: int = 0
+    unmeasured_steps: int = 0
     sum: float = 0.0
 
     def observe(self, squared_gradient_norm: float) -> None:
@@ -63,6 +65,8 @@ class ThresholdCalibration:
         if 0 < squared_gradient_norm < inf:
             self.measured_steps += 1
             self.sum += squared_gradient_norm
+        else:
+            self.unmeasured_steps += 1
 
     @property
     def is_complete(self) -> bool:

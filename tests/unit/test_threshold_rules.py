@@ -31,12 +31,17 @@ def test_a_density_of_one_sends_everything_and_calibrates_nothing():
 
 @pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
 def test_an_endless_calibration_warns_once(squared_norm):
-    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), ExchangeOptions(), logs=True)
+    def endless():
+        return Calibrator(HardThreshold(density=0.01, calibration_steps=4), ExchangeOptions(), logs=True)
+
+    calibrator = endless()
     non_finite = 0 if isfinite(squared_norm) else 3
     stats = StepStats(2, 100, 200, 0.0, 0, squared_norm, non_finite, 400, 400, 0.0)
     measurable = dataclasses.replace(stats, squared_gradient_norm=4.0)
     for step in [measurable] + [stats] * 49:
         calibrator.observe(step)
+    saved, calibrator = calibrator.state_dict(), endless()
+    calibrator.load_state_dict(saved)
     with pytest.warns(UserWarning, match=r"no threshold after 51 steps, so everything is sent.* It observed 1,"):
         calibrator.observe(stats)
     for step in [measurable] + [stats] * 30 + [measurable] * 2:
