@@ -1,4 +1,4 @@
-"""Triton's interpreter runs kernels on a CPU; ``tests/unit/test_interpreter.py`` starts it."""
+"""Triton's interpreter runs kernels on a CPU; ``tests/unit/kernels/test_interpreter.py`` starts it."""
 
 import dataclasses
 import os

@@ -11,11 +11,11 @@ from lightning_sparse import HardThreshold, LayerLayout, TopK
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.wire import Wire
+from tests.distributed.exchange.test_exchange import assert_gathered, gather_to_first
 from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import THRESHOLD, assert_matches_simulation, reaches
-from tests.distributed.test_exchange import assert_gathered, gather_to_first
 from tests.distributed.training import train
-from tests.unit.strategies import packed
+from tests.unit.strategies.strategies import packed
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.cuda

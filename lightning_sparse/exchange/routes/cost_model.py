@@ -20,7 +20,7 @@ INSIDE_GBIT_S, BETWEEN_GBIT_S = 2400.0, 100.0
 """The assumed rates of a GPU's link: NVLink if all workers share a node, else a network of 100 Gbit/s. Sparse routes
 are chosen only if they are faster even at these rates."""
 GATHER_LAUNCHES, REDUCE_SCATTER_LAUNCHES = 2, 46
-"""Additional kernels per bucket relative to the dense route (tests/distributed/test_launches.py)."""
+"""Additional kernels per bucket relative to the dense route (tests/distributed/exchange/test_launches.py)."""
 
 
 class Forecast(NamedTuple):

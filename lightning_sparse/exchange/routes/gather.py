@@ -69,8 +69,8 @@ class GatherTransfer(Transfer):
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
         second             | ends | overflow             |   only then: an all-gather for the largest overflow
 
-    The result has the bits of ``plain_average`` in tests/distributed/test_exchange.py, because all coordinates of a
-    rank are added before those of the next rank.
+    The result has the bits of ``plain_average`` in tests/distributed/exchange/test_exchange.py, because all coordinates
+    of a rank are added before those of the next rank.
 
     Args:
         coalescer: sends payloads.
