@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.drift.anchor import AnchorBucket, DriftBucket, load_outer, outer_state
-from lightning_sparse.drift.untrained_tensors import UntrainedTensors, fingerprints, tensors_that_differ
+from lightning_sparse.drift.fingerprints import fingerprints
+from lightning_sparse.drift.untrained_tensors import UntrainedTensors, tensors_that_differ
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
 from lightning_sparse.engine.options import DriftOptions

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange
-from lightning_sparse.drift.untrained_tensors import fingerprints, named_tensors, tensors_that_differ
+from lightning_sparse.drift.fingerprints import fingerprints
+from lightning_sparse.drift.untrained_tensors import named_tensors, tensors_that_differ
 from lightning_sparse.engine.grouping import as_real, local
 from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.workers import Workers

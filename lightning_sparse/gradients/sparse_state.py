@@ -27,8 +27,9 @@ from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients.buckets import AverageFuture, DDPBuckets, ParameterUse
+from lightning_sparse.gradients.buckets import AverageFuture, DDPBuckets
 from lightning_sparse.gradients.learning_rates import LastLearningRates
+from lightning_sparse.gradients.parameter_use import ParameterUse
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
 from lightning_sparse.sparsifiers.protocol import Sparsifier

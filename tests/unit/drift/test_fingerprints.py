@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sparse.drift import untrained_tensors as module
-from lightning_sparse.drift.untrained_tensors import fingerprints
+from lightning_sparse.drift import fingerprints as module
+from lightning_sparse.drift.fingerprints import fingerprints
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool)
 
