@@ -76,7 +76,8 @@ class _ThreadWorker(Workers):
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         with self.threads.gather_parts(self.rank, part) as parts:
-            torch.stack(parts, out=out.view(self.num_workers, *part.shape))
+            for row, given in zip(out.view(self.num_workers, -1), parts, strict=True):
+                row[: given.numel()].copy_(given)
         return Pending()
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:
@@ -98,6 +99,9 @@ class _ThreadWorker(Workers):
     def gather_objects_to_first(self, local_value: Any) -> list[Any]:
         with self.threads.gather_parts(self.rank, local_value) as parts:
             return [*parts] if self.rank == 0 else []
+
+    def sends_messages(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
 
     @property
     def needs_averages(self) -> bool:  # type: ignore[override]

@@ -8,7 +8,8 @@ An index is an offset of 16 bits inside its block of 65,536 elements. Indices as
 determine each coordinate's block. This takes 2 bytes per index and 4 bytes per block instead of 8 bytes per index.
 
 A payload has a capacity of c coordinates. Block ends count all k selected coordinates, so the last end is k. If k < c,
-the positions after the first k are unused; if k > c, the payload holds only the first c.
+the positions after the first k are unused; if k > c, the payload holds only the first c. Messages over Gloo leave
+unused capacity out (``shortened``). NCCL's collectives need equal sizes on all workers and send it.
 """
 
 from dataclasses import dataclass
@@ -72,6 +73,24 @@ class PayloadFormat:
     def capacity(self, payload_bytes: int) -> int:
         """Return the capacity of a payload with this number of bytes."""
         return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
+
+    def used_bytes(self, payload: Tensor) -> int:
+        """Return the bytes of a payload without its unused capacity. Waits for the device.
+
+        ``payload``: uint8, shape (payload_bytes(c),); positions behind the block ends are not read.
+        """
+        _, ends, _, _ = self.parts(payload)
+        return self.payload_bytes(min(aligned(int(ends[-1])), self.capacity(payload.numel())))
+
+    def shortened(self, payload: Tensor) -> Tensor:
+        """Return a payload without unused capacity, in the first bytes of the given payload.
+
+        Moves the offsets, so the given payload can no longer be read.
+        """
+        short = payload[: self.used_bytes(payload)]
+        offsets = self.parts(short).offsets
+        offsets.copy_(self.parts(payload).offsets[: offsets.numel()].clone())  # source and target may overlap
+        return short
 
     def parts(self, payload: Tensor) -> PayloadParts:
         """Return views of the parts of payloads.

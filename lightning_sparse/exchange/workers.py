@@ -104,7 +104,10 @@ class Workers:
     """Whether this worker reads averages of payloads; simulated workers read those of rank 0."""
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
-        """Start gathering parts of shape (m,) into out, of shape (n · m,), in rank order. Collective."""
+        """Start gathering parts of shape (m,) into out, of shape (n · m,), in rank order. Collective.
+
+        If ``sends_messages(out)``, parts may be shorter, also of different lengths. The rest of out's row is kept.
+        """
         outputs = out.view(self.num_workers, -1).unbind()
         if self.sends_messages(out):
             return self._exchange_messages(outputs, [part] * self.num_workers)
@@ -219,7 +222,8 @@ class Workers:
                 works.append((start(tensor, peer, group=self.group, tag=TAG), peer))
             except RuntimeError as error:
                 raise LostWorkerError(peer, error) from error
-        outputs[self.rank].copy_(parts[self.rank])
+        own = parts[self.rank]
+        outputs[self.rank][: own.numel()].copy_(own)
         return Pending(works)
 
     def _send_or_receive(self, tensor: Tensor, source: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
 from lightning_sparse.exchange.routes.adding import native_payloads
-from lightning_sparse.exchange.routes.transfer import Transfer
+from lightning_sparse.exchange.routes.transfer import Rows, Transfer
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels.native import Parts, subtract
 from lightning_sparse.selection.statistics import squared_norm
@@ -68,7 +68,7 @@ class FlatBucket:
     def form(self) -> None:
         """Do nothing. A subclass with ``weights`` forms gradient and residual, and sets ``weights`` to None."""
 
-    def move(self, transfer: Transfer, rows: Tensor) -> None:
+    def move(self, transfer: Transfer, rows: Rows) -> None:
         """Move x and w by the average of all workers' payloads, without a tensor for the average."""
         assert self.weights is not None
         anchor = self.residual.before

@@ -1,7 +1,8 @@
 """Add received payloads in rank order, and concatenate slices.
 
-``rows`` are payloads of the same format and capacity c: uint8, shape (n, payload_bytes(c)), each contiguous. If k > c,
-only the c coordinates in the payload count.
+``rows`` are payloads of the same format: uint8, shapes (payload_bytes(c),), each contiguous. If k > c, only the c
+coordinates in the payload count. The capacities c may differ in a list. A GPU needs equal capacities, in a tensor of
+shape (n, payload_bytes(c)).
 
 On a GPU one kernel decodes all payloads of a bucket, without their sizes on the host and with the same bits as adding
 payload by payload. A program has one block of 65,536 elements and goes through the workers in rank order; a bucket of
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
+from lightning_sparse.exchange.routes.transfer import Rows
 from lightning_sparse.kernels import is_available, launch, native
 from lightning_sparse.kernels.decode import add_payloads
 from lightning_sparse.kernels.native import WIRES, Payloads, is_native, pointer
@@ -25,7 +27,7 @@ _DECODE = {"BLOCK": BLOCK_ELEMENTS, "TILE": TILE, "num_warps": 8, "enable_fp_fus
 
 
 def average(
-    payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: Buffers, *, by_senders: bool = False
+    payload_format: PayloadFormat, rows: Rows, out: Tensor, buffers: Buffers, *, by_senders: bool = False
 ) -> None:
     """Add payloads to zeros in rank order and divide, with the same bits on every path.
 
@@ -46,6 +48,7 @@ def average(
     if by_senders:
         senders = buffers.take("senders", out.numel(), torch.int32, out.device).zero_()
     if has_kernels:
+        assert isinstance(rows, Tensor)
         places = len(rows) * payload_format.capacity(rows.shape[1])
         quotients = buffers.take("quotients", places, out.dtype, out.device)
         decode(payload_format, rows, out, quotients, 1, senders)
@@ -54,18 +57,25 @@ def average(
     out.div_(len(rows) if senders is None else senders.clamp_(min=1))
 
 
-def native_payloads(payload_format: PayloadFormat, rows: Tensor, by_senders: bool) -> Payloads:
+def native_payloads(payload_format: PayloadFormat, rows: Rows, by_senders: bool) -> Payloads:
     """Describe payloads, which must outlive the result, to compiled functions."""
-    _, ends, values, offsets = payload_format.parts(rows[0])
-    sizes = rows.stride(0), len(rows), values.numel(), ends.numel()
     wire = payload_format.wire
-    return Payloads(*map(pointer, (ends, values, offsets)), *sizes, wire.scale, WIRES[wire.dtype], by_senders)
+    return Payloads.of(
+        [pointer(row) for row in rows],
+        [payload_format.capacity(row.numel()) for row in rows],
+        ends_at=8 * payload_format.header_fields,
+        values_at=payload_format.fixed_bytes,
+        num_blocks=payload_format.num_blocks,
+        scale=wire.scale,
+        wire=WIRES[wire.dtype],
+        by_senders=by_senders,
+    )
 
 
-def add(payload_format: PayloadFormat, rows: Tensor, out: Tensor, senders: Tensor | None = None) -> None:
+def add(payload_format: PayloadFormat, rows: Rows, out: Tensor, senders: Tensor | None = None) -> None:
     """Add payloads to ``out`` in rank order; see ``average``. Waits for a GPU."""
     # A GPU adds in arbitrary order, so indices of an addition must be unique: add each payload separately.
-    for row in rows.unbind():
+    for row in rows:
         add_selection(payload_format.unpack(row, out.dtype), out, senders)
 
 

@@ -1,6 +1,8 @@
 """The usual route: an all-gather of payloads, with shared messages for small payloads."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -8,7 +10,8 @@ from torch import Tensor
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes.adding import add_selection, average
 from lightning_sparse.exchange.routes.cost_model import Costs
-from lightning_sparse.exchange.routes.transfer import NUM_SELECTED, Transfer
+from lightning_sparse.exchange.routes.transfer import NUM_SELECTED, Rows, Transfer
+from lightning_sparse.exchange.workers import Pending
 from lightning_sparse.kernels import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
 
@@ -19,11 +22,46 @@ FULL_BYTES = 2**16
 """Bytes of waiting payloads that are sent at once if the link's rate is unknown, suitable for 500 Mbit/s."""
 
 
+@dataclass
+class Message:
+    """All workers' payloads of neighbouring buckets.
+
+    Args:
+        work: the all-gather.
+        rows: a message per worker: uint8, shape (n, bytes). Short messages fill only the first bytes of a row.
+        formats: of the payloads in a message, one per bucket.
+        sizes: the bytes of each payload with unused capacity.
+        are_short: whether payloads lack unused capacity.
+    """
+
+    work: Pending
+    rows: Tensor
+    formats: Sequence[PayloadFormat]
+    sizes: Sequence[int]
+    are_short: bool
+
+    @cached_property
+    def payloads(self) -> Sequence[Rows]:
+        """The payloads of all workers, for each bucket; waits for the all-gather."""
+        self.work.wait()
+        if not self.are_short:
+            return torch.split(self.rows, list(self.sizes), dim=1)
+        return [list(payloads) for payloads in zip(*map(self._split, self.rows.unbind()), strict=True)]
+
+    def _split(self, row: Tensor) -> list[Tensor]:
+        payloads, start = [], 0
+        for payload_format, size in zip(self.formats, self.sizes, strict=True):
+            end = start + payload_format.used_bytes(row[start : start + size])
+            payloads.append(row[start:end])
+            start = end
+        return payloads
+
+
 class PayloadCoalescer:
     """Gathers payloads of neighbouring buckets in one message over Gloo.
 
     A Gloo message costs more than its bytes. On a GPU each payload is sent at once, because backward hides the latency.
-    Collective: the payloads of all workers are equally long.
+    Collective: the payloads of all workers have equal capacities. Messages leave unused capacity out.
 
     Args:
         link_gbit_s: the rate of a worker's link; None if it is unknown. Waiting payloads are sent once they hold as
@@ -50,14 +88,19 @@ class PayloadCoalescer:
         if not waiting:
             return
         payloads, take, workers = [transfer.payload for transfer in waiting], waiting[0].take, waiting[0].workers
-        n, sizes = workers.num_workers, [payload.numel() for payload in payloads]
+        formats, sizes = [transfer.format for transfer in waiting], [payload.numel() for payload in payloads]
+        are_short = workers.sends_messages(payloads[0])
+        if are_short:
+            payloads = [transfer.format.shortened(transfer.payload) for transfer in waiting]
         together = payloads[0]
         if len(payloads) > 1:
-            together = torch.cat(payloads, out=take("together", sum(sizes), torch.uint8))
-        gathered = take("gathered", n * sum(sizes), torch.uint8)
+            num_bytes = sum(payload.numel() for payload in payloads)
+            together = torch.cat(payloads, out=take("together", sum(sizes), torch.uint8)[:num_bytes])
+        gathered = take("gathered", workers.num_workers * sum(sizes), torch.uint8)
         work = workers.all_gather(gathered, together)
-        for transfer, rows in zip(waiting, torch.split(gathered.view(n, -1), sizes, dim=1), strict=True):
-            transfer.work, transfer.rows = work, rows
+        message = Message(work, gathered.view(workers.num_workers, -1), formats, sizes, are_short)
+        for place, transfer in enumerate(waiting):
+            transfer.work, transfer.message, transfer.place = work, message, place
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -79,13 +122,15 @@ class GatherTransfer(Transfer):
             ``by_senders``.
 
     Attributes:
-        rows: all workers' payloads once ``work`` has ended: uint8, shape (n, bytes), each contiguous.
+        message: contains all workers' payloads; None before the coalescer has sent them.
+        place: the place of this bucket's payloads in the message.
     """
 
     coalescer: PayloadCoalescer
     capacity: int
     costs: Costs | None
-    rows: Tensor | None = field(default=None, init=False)
+    message: Message | None = field(default=None, init=False)
+    place: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.payload: Tensor = self.take("payload", self.format.payload_bytes(self.capacity), torch.uint8)
@@ -96,7 +141,6 @@ class GatherTransfer(Transfer):
     def start(self) -> None:
         """Hand the payload to the coalescer."""
         self.coalescer.add(self)
-        self.sent_bytes += self.payload.nbytes
         if not self.is_cleared and self.take_payloads is None:
             self.out.zero_()  # overlaps with the gather
 
@@ -114,11 +158,13 @@ class GatherTransfer(Transfer):
 
     def headers(self) -> Tensor:
         """Wait for the gather and return all workers' headers: float64, shape (n, H), on the device."""
-        return self._wait_for_payloads()[:, : 8 * self.format.header_fields].contiguous().view(torch.float64)
+        rows = self._wait_for_payloads()
+        return torch.stack([self.format.parts(row).header for row in rows])
 
     def second_round(self, header: Tensor, sizes: list[int]) -> None:
         """Send the coordinates beyond the capacity; usually there are none."""
         self._counts: list[int] = header[:, NUM_SELECTED].long().tolist()
+        self.sent_bytes += self._mean_bytes()
         largest_overflow = max(self._counts) - self.capacity
         if largest_overflow <= 0:
             return
@@ -131,7 +177,8 @@ class GatherTransfer(Transfer):
         received = None if self.costs is None else self.costs.received_bytes(largest_overflow, 0)
         if received is not None and received["gather"] > received["dense"]:
             self.is_dense = True
-            for indices, values in (self.format.unpack(self.payload, self.out.dtype, count), overflow):
+            own = self._wait_for_payloads()[self.workers.rank]
+            for indices, values in (self.format.unpack(own, self.out.dtype, count), overflow):
                 self.out[indices] = values
             self.work = self.workers.all_reduce(self.out)
             self.sent_bytes += self.out.nbytes
@@ -157,17 +204,24 @@ class GatherTransfer(Transfer):
             return
         senders = torch.zeros_like(self.out, dtype=torch.int32) if self.by_senders else None
         if self._overflows is not None:
-            for row, overflow, count in zip(rows.unbind(), self._overflows.unbind(), self._counts, strict=True):
+            for row, overflow, count in zip(rows, self._overflows.unbind(), self._counts, strict=True):
                 held = self.format.unpack(row, self.out.dtype, count)
                 beyond = self._overflow_format.unpack(overflow, self.out.dtype, max(count - self.capacity, 0))
                 add_selection(held, self.out, senders)
                 add_selection(beyond, self.out, senders)
         self.out.div_(self.workers.num_workers if senders is None else senders.clamp_(min=1))
 
-    def _wait_for_payloads(self) -> Tensor:
+    def _mean_bytes(self) -> int:
+        """Return the bytes of a payload in the first round, the mean over the workers."""
+        if not self.workers.sends_messages(self.payload):
+            return self.payload.nbytes
+        held = [min(aligned(count), self.capacity) for count in self._counts]
+        return sum(map(self.format.payload_bytes, held)) // len(held)
+
+    def _wait_for_payloads(self) -> Rows:
         """Wait for the last collective and return all workers' payloads."""
-        if self.rows is None:
+        if self.message is None:
             self.coalescer.flush()
-        assert self.rows is not None
+        assert self.message is not None
         self.work.wait()
-        return self.rows
+        return self.message.payloads[self.place]

@@ -11,6 +11,8 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.sparsifiers.protocol import Selection
 
+Rows = Tensor | list[Tensor]
+"""The payloads of all workers in a tensor of shape (n, bytes), or payloads of different sizes in a list."""
 NUM_SELECTED, LARGEST_SLICE, NON_FINITE = range(3)
 """The header fields of the exchange: k, the largest number of coordinates in any of n equal slices, and the number of
 values that are not finite."""
@@ -40,8 +42,8 @@ class Transfer:
 
     Attributes:
         payload: memory for the sent values; None for a masked gradient, which the caller writes into ``out``.
-        take_payloads: if set, the gather route calls it with this transfer and all workers' payloads, shape (n, bytes),
-            instead of writing ``out``. If a payload overflows, the route writes ``out`` after all.
+        take_payloads: if set, the gather route calls it with this transfer and all workers' payloads instead of writing
+            ``out``. If a payload overflows, the route writes ``out`` after all.
         overflow: returns selected coordinates beyond the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
         sent_bytes: bytes that this worker passed to collectives.
@@ -57,7 +59,7 @@ class Transfer:
     buffers: Buffers
     by_senders: bool = False
     payload: Tensor | None = field(default=None, init=False)
-    take_payloads: Callable[["Transfer", Tensor], None] | None = field(default=None, init=False)
+    take_payloads: Callable[["Transfer", Rows], None] | None = field(default=None, init=False)
     overflow: Callable[[], Selection] = field(init=False)
     work: Pending = field(default_factory=Pending, init=False)
     sent_bytes: int = field(default=0, init=False)

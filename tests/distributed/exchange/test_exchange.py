@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.groups import find_nodes, is_one_node
+from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.wire import Wire
@@ -253,6 +254,30 @@ def test_the_last_bucket_starts_all_pending_messages():
     counts = []
     exchange_once(Exchange("gather"), selections, [3000] * 2, between=lambda: counts.append(len(calls)))
     assert [*counts, len(calls)] == [1, 1]
+
+
+@pytest.mark.parametrize("full_bytes", [0, gather.FULL_BYTES])
+@on_workers(3)
+def test_messages_leave_unused_capacity_out(full_bytes):
+    gather.FULL_BYTES = full_bytes
+    sizes, counts = [70_000, 3000], [[0, 8, 400], [16, 0, 3]]
+    bytes_of_rank = [
+        sum(
+            PayloadFormat(size, FLOAT, fields).payload_bytes(aligned(of_bucket[rank]))
+            for size, of_bucket, fields in zip(sizes, counts, (0, 2 * FIXED_FIELDS), strict=True)
+        )
+        for rank in range(3)
+    ]
+    messages, isend = [], dist.isend
+    dist.isend = lambda part, *args, **kwargs: (messages.append(part.numel()), isend(part, *args, **kwargs))[1]
+    exchange, rank = Exchange("gather"), dist.get_rank()
+    for _ in range(3):
+        messages.clear()
+        selections = [Selection(torch.arange(k[rank]), torch.ones(k[rank])) for k in counts]
+        outs, _, sent_bytes, _ = exchange_once(exchange, selections, sizes)
+        assert sum(messages) == 2 * bytes_of_rank[rank]  # to two workers
+        assert sent_bytes == pytest.approx(sum(bytes_of_rank) / 3, abs=2)
+        assert [int(out.count_nonzero()) for out in outs] == [max(k) for k in counts]
 
 
 @on_workers(2)

@@ -45,7 +45,7 @@ class LateWorkers(Workers):
     def all_gather(self, out, part):
         places = out.view(self.num_workers, -1)
         out.fill_(77)
-        return _Late(lambda: places.copy_(part.expand_as(places)), out.device)
+        return _Late(lambda: places[:, : part.numel()].copy_(part.expand(self.num_workers, -1)), out.device)
 
     def all_to_all(self, out, parts):
         raise NotImplementedError("one process does not stand for workers with different slices")

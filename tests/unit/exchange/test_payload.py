@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from lightning_sparse import Dense, HardThreshold, ScaledIntegerRounding, TopK
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.exchange import wire
-from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, aligned
 from lightning_sparse.exchange.wire import Wire, wire_of
 from lightning_sparse.sparsifiers.protocol import Selection
 from tests.unit.strategies.strategies import packed
@@ -27,7 +27,7 @@ def selections(draw):
     return num_elements, indices, numbers
 
 
-@given(selections(), st.sampled_from(WIRES), st.integers(0, 5), st.integers(-20, 20))
+@given(selections(), st.sampled_from(WIRES), st.integers(0, 5), st.integers(-20, 60))
 @example((0, [], []), FLOAT, 0, 0)
 @example((BLOCK_ELEMENTS, list(range(BLOCK_ELEMENTS)), [1.0] * BLOCK_ELEMENTS), BRAIN, 3, 0)
 def test_unpacking_inverts_packing_up_to_the_capacity(selection, wire, header_fields, spare):
@@ -53,6 +53,14 @@ def test_unpacking_inverts_packing_up_to_the_capacity(selection, wire, header_fi
     assert padded.indices.tolist() == indices[:held] + [num_elements] * (capacity - held)
     expected = torch.cat([values[:held], torch.zeros(capacity - held, dtype=working)])
     torch.testing.assert_close(padded.values, expected, rtol=0, atol=0, equal_nan=True)
+
+    if num_elements:
+        short = payload_format.shortened(payload)
+        assert short.numel() == payload_format.payload_bytes(min(aligned(len(indices)), capacity))
+        assert torch.equal(payload_format.parts(short).header, header)
+        unpacked = payload_format.unpack(short, working)
+        assert unpacked.indices.tolist() == indices[:held]
+        torch.testing.assert_close(unpacked.values, values[:held], rtol=0, atol=0, equal_nan=True)
 
     exact = packed(payload_format, chosen)
     assert exact.numel() == payload_format.payload_bytes(len(indices))
