@@ -45,7 +45,8 @@ class StepStats(LayerStats):
         step: the number of earlier exchanges.
         squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients during calibration, 0 after it.
         non_finite: the number of NaN and infinite values, summed over workers.
-        payload_bytes: bytes that each worker passed to collectives in this step.
+        payload_bytes: bytes that a worker passed to collectives in this step; of gathered payloads, the mean over all
+            workers.
         dense_bytes: bytes that plain DDP passes to all-reduces in the same steps.
         threshold: λ, None for a sparsifier without λ.
         dense_elements: elements of buckets that were sent densely, at once or in a second round.

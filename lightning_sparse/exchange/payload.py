@@ -79,8 +79,9 @@ class PayloadFormat:
 
         ``payload``: uint8, shape (payload_bytes(c),); positions behind the block ends are not read.
         """
-        _, ends, _, _ = self.parts(payload)
-        return self.payload_bytes(min(aligned(int(ends[-1])), self.capacity(payload.numel())))
+        last_end = 8 * self.header_fields + 4 * (self.num_blocks - 1)
+        num_selected = int(payload[last_end : last_end + 4].view(torch.int32))
+        return self.payload_bytes(min(aligned(num_selected), self.capacity(payload.numel())))
 
     def shortened(self, payload: Tensor) -> Tensor:
         """Return a payload without unused capacity, in the first bytes of the given payload.
