@@ -89,8 +89,9 @@ class PayloadFormat:
         Moves the offsets, so the given payload can no longer be read.
         """
         short = payload[: self.used_bytes(payload)]
-        offsets = self.parts(short).offsets
-        offsets.copy_(self.parts(payload).offsets[: offsets.numel()].clone())  # source and target may overlap
+        start, new_start = (self._offsets_start(self.capacity(part.numel())) for part in (payload, short))
+        offsets = short[new_start:]
+        offsets.copy_(payload[start : start + offsets.numel()].clone())  # source and target may overlap
         return short
 
     def parts(self, payload: Tensor) -> PayloadParts:
@@ -102,13 +103,17 @@ class PayloadFormat:
         ends_start = 8 * self.header_fields
         values_start = self.fixed_bytes
         values_end = values_start + capacity * self.wire.dtype.itemsize
-        offsets_start = values_end + values_end % 2
+        offsets_start = self._offsets_start(capacity)
         return PayloadParts(
             payload[..., :ends_start].view(torch.float64),
             payload[..., ends_start : ends_start + 4 * self.num_blocks].view(torch.int32),
             payload[..., values_start:values_end].view(self.wire.storage),
             payload[..., offsets_start : offsets_start + 2 * capacity].view(torch.int16),
         )
+
+    def _offsets_start(self, capacity: int) -> int:
+        values_end = self.fixed_bytes + capacity * self.wire.dtype.itemsize
+        return values_end + values_end % 2
 
     def fill(self, payload: Tensor, selection: Selection) -> None:
         """Write the first c coordinates of a selection, and the ends of all, into a payload of capacity c.
