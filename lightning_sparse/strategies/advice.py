@@ -63,6 +63,7 @@ class Advice:
         # A discarded run may precede training, and its numbers do not count.
         self._is_watching = num_exchanges is not None
         self._calibrating = self._steps = self._silent = 0
+        self._has_measured = False
         self._silent_since = 0.0
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
@@ -110,6 +111,7 @@ class Advice:
             return
         if stats.is_calibration:
             self._calibrating += 1
+            self._has_measured |= stats.squared_gradient_norm > 0
             return
         layers = self._silent_layers if self._steps else stats.layers
         self._steps += 1
@@ -134,7 +136,7 @@ class Advice:
             self._warn(
                 "calibration",
                 f"training ended during calibration: all {_count(self._calibrating)} exchanges sent everything. "
-                "Lower calibration_steps.",
+                + ("Lower calibration_steps." if self._has_measured else f"All {self._kind} were 0."),
             )
         sent = self._selected / max(self._elements, 1) * self._steps
         silent = {name: error for name, error in self._silent_layers.items() if error > 0}

@@ -41,7 +41,7 @@ def step(selected: float, *, error: float = 1.0, dense: float = 0.0, layers: Any
     )  # fmt: skip
 
 
-CALIBRATION = step(ELEMENTS, calibrates=True)
+CALIBRATION = replace(step(ELEMENTS, calibrates=True), squared_gradient_norm=1.0)
 
 
 @dataclass
@@ -126,7 +126,10 @@ SITUATIONS = {
     "densely by the control": Situation([step(1000, dense=1.0)] * 250, sparsifier=Dense()),
     "some of it densely": Situation([step(10, dense=0.4)] * 250),
     "ends in calibration": Situation(
-        [CALIBRATION] * 20, [r"training ended during calibration: all 20 exchanges sent everything"]
+        [CALIBRATION] * 20, [r"training ended during calibration: all 20 exchanges sent everything. Lower"]
+    ),
+    "ends in calibration without an optimizer": Situation(
+        [replace(CALIBRATION, squared_gradient_norm=0.0)] * 20, [r"sent everything. All drifts were 0"], kind="drifts"
     ),
     "short": Situation(
         [], [r"steps × density is only 1 .100 × 0.01.. Set density=0.052"], planned=100
