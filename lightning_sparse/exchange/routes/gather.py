@@ -158,8 +158,10 @@ class GatherTransfer(Transfer):
 
     def headers(self) -> Tensor:
         """Wait for the gather and return all workers' headers: float64, shape (n, H), on the device."""
-        rows = self._wait_for_payloads()
-        return torch.stack([self.format.parts(row).header for row in rows])
+        rows, num_bytes = self._wait_for_payloads(), 8 * self.format.header_fields
+        if isinstance(rows, Tensor):
+            return rows[:, :num_bytes].contiguous().view(torch.float64)
+        return torch.stack([row[:num_bytes] for row in rows]).view(torch.float64)
 
     def second_round(self, header: Tensor, sizes: list[int]) -> None:
         """Send the coordinates beyond the capacity; usually there are none."""
