@@ -20,11 +20,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from benchmarks import report
 from benchmarks.network_lab import NetworkLab
-from recipes.compare.variants import Variant, expand_variants
+from recipes.compare.options import read_variants_file
+from recipes.compare.variants import TUNED, Variant, expand_variants
 from recipes.logs import Run, read
 
 BLOCK, BLOCKS = 30, 2
@@ -67,12 +66,17 @@ def main() -> None:
     command_line = [*sys.argv[1:], "--"]
     end = command_line.index("--")
     options, common = parse(command_line[:end]), command_line[end + 1 : -1]
-    listed = yaml.safe_load(options.variants.read_text(encoding="utf-8"))
-    variants = [FLOOR, *expand_variants(listed, [])]
+    listed, defaults = read_variants_file(options.variants)
+    try:
+        variants = [FLOOR, *expand_variants(listed, defaults.get("densities", []))]
+    except ValueError as error:
+        sys.exit(str(error))
     if options.only is not None:
         if unknown := set(options.only) - {variant.label for variant in variants}:
             sys.exit(f"Unknown variants {sorted(unknown)}. Use labels of {options.variants}.")
         variants = [FLOOR, *(variant for variant in variants[1:] if variant.label in options.only)]
+    if tuned := [variant.label for variant in variants if variant.start is not None]:
+        sys.exit(f"Variants {tuned} use {TUNED}, which only recipes.compare tunes. Select other variants with --only.")
     seconds: dict[str, list[float]] = {variant.label: [] for variant in variants}
     densities: dict[str, list[float]] = {variant.label: [] for variant in variants}
     with NetworkLab(hosts=2) as lab:

@@ -45,7 +45,7 @@ def parse_options(description: str, given: Sequence[str]) -> Comparison:
     parser, given = _parser(description), [*given, "--"]
     separator = given.index("--")
     first, common = parser.parse_args(given[:separator]), given[separator + 1 : -1]
-    listed, defaults = _read_file(first.variants)
+    listed, defaults = read_variants_file(first.variants)
     if unknown := defaults.keys() - vars(first).keys():
         parser.error(f"Unknown keys {sorted(unknown)} in {first.variants}. Use the names of options and 'variants'.")
     parser.set_defaults(**defaults)
@@ -81,6 +81,10 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"Invalid {name} {values!r}. Must be a list of numbers: [1, 2, 3].")
         if duplicates := _duplicates(values):
             raise ValueError(f"The {name} {duplicates} are given more than once. Give each value once.")
+    if not options.seeds:
+        raise ValueError("Got no seeds. Give at least one, as in seeds: [1].")
+    if not isinstance(options.only, list | None):
+        raise ValueError(f"Invalid only {options.only!r}. Must be a list of variants: [dense].")
     if not 1 <= options.grid_seeds <= len(options.seeds):
         raise ValueError(f"Invalid --grid-seeds {options.grid_seeds}. Must be within [1, {len(options.seeds)}].")
 
@@ -131,8 +135,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_file(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return variants, and defaults for options that the command line omits."""
+def read_variants_file(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return variants, and defaults for options that the command line omits.
+
+    Exits with a message if the file is invalid.
+    """
     if path is None:
         return {}, {}
     try:

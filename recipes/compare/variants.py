@@ -109,7 +109,7 @@ def expand_variants(listed: Mapping[str, object], densities: Sequence[float]) ->
             variants.append(Variant(name, name, arguments))
             continue
         if not densities:
-            raise ValueError(f"Variant {name!r} needs a density. Give --densities, for example --densities 0.01.")
+            raise ValueError(f"Variant {name!r} needs a density. Give --densities 0.01, or densities: [0.01] in YAML.")
         for density in densities:
             # The density of a hard threshold is about proportional to 1 / λ².
             first_value = None if start is None else start * math.sqrt(densities[0] / density)

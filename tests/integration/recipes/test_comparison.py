@@ -177,6 +177,8 @@ def test_failed_tuning_lists_its_attempts(tmp_path):
         ("a: [", "cannot be read"),
         ("mode: Min\nvariants: {a: --x}", "Invalid mode 'Min'. Must be min or max"),
         ("seeds: 1\nvariants: {a: --x}", "Invalid seeds 1. Must be a list of numbers"),
+        ("seeds: []\nvariants: {a: --x}", r"Got no seeds\. Give at least one"),
+        ("only: a\nvariants: {a: --x}", r"Invalid only 'a'\. Must be a list of variants: \[dense\]"),
         ("densities: [2]\nvariants: {a: --x}", r"Invalid densities \[2\]"),
         ("wrong: 1\nvariants: {a: --x}", "Unknown keys"),
         ("seeds: [1, 1, 2]\nvariants: {a: --x}", r"The seeds \[1\] are given more than once"),
