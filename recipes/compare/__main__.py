@@ -123,7 +123,7 @@ class _Progress:
         self._runs = runs
         values = 1 if runs.grid is None else len(runs.grid.values)
         planned = len(variants) * (values * len(grid_seeds) + len(seeds) - len(grid_seeds))
-        finished = sum(1 for variant in variants for _ in runs.finished(variant))
+        finished = sum(runs.count_finished(variant, seeds) for variant in variants)
         self._bar = tqdm(total=max(planned - finished, 0), unit="run", disable=planned <= finished, leave=False)
 
     def __enter__(self) -> "_Progress":

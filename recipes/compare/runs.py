@@ -130,10 +130,11 @@ class Runs:
             sys.exit(f"{folder} holds a run of another {self.config.name} (see its {RECIPE}). Use another --output.")
         return read_outcome(folder, self.metric)
 
-    def finished(self, variant: Variant) -> list[Path]:
-        """Return the folders of a variant's finished runs."""
-        variant_folder = self.output / self.config.parent.name / make_folder_name(variant.label)
-        return [folder.parent for folder in variant_folder.rglob("version_*") if UNFINISHED not in str(folder)]
+    def count_finished(self, variant: Variant, seeds: Sequence[int]) -> int:
+        """Return the number of a variant's finished runs with these seeds."""
+        folder = self.output / self.config.parent.name / make_folder_name(variant.label)
+        names = {f"seed_{seed}" for seed in seeds}
+        return sum(run.name in names for run in folder.rglob("seed_*"))
 
     def tune(self, variant: Variant, grid_value: str | None, run: Callable[[Variant, Choice], Outcome]) -> Choice:
         """Return the value of ``{tuned}`` at which a variant's average density reaches its target.

@@ -281,6 +281,7 @@ def test_files_of_a_killed_comparison_do_not_disturb(without_training, tmp_path)
     assert runs.run(variant, CHOICE, 1) == folder
     assert len(made) == 1
     assert sorted(file.name for file in folder.iterdir()) == ["arguments.txt", "recipe.yaml"]
+    assert [runs.count_finished(variant, seeds) for seeds in ([1, 2], [2])] == [1, 0]
 
 
 @pytest.mark.full
