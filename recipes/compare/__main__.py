@@ -39,7 +39,7 @@ from statistics import fmean
 from tqdm import tqdm
 
 from recipes.compare.options import parse_options
-from recipes.compare.pictures import draw_steps, draw_volume, save
+from recipes.compare.pictures import draw_steps, draw_volume
 from recipes.compare.runs import Choice, Outcome, Runs
 from recipes.compare.tables import format_grid_table, format_table, write_csv
 from recipes.compare.variants import Variant
@@ -88,12 +88,12 @@ def _compare(runs: Runs, variants: list[Variant], options: argparse.Namespace) -
         print(f"\n{format_grid_table(grid, grid_metrics, runs.metric, grid_seeds)}")
     folder = runs.output / runs.config.parent.name
     write_csv(folder / "runs.csv", _rows(runs, choices, outcomes, options.seeds))
-    save(draw_volume(outcomes, runs.metric), folder / "volume.png")
+    draw_volume(outcomes, runs.metric).savefig(folder / "volume.png", dpi=120)
     curves = {
         variant.label: [read(runs.folder(variant, choice, seed)) for seed in options.seeds]
         for variant, choice in choices.items()
     }
-    save(draw_steps(curves, runs.metric), folder / "steps.png")
+    draw_steps(curves, runs.metric).savefig(folder / "steps.png", dpi=120)
 
 
 def _rows(

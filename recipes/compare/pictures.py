@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
@@ -50,7 +49,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
 def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
     """Return a picture of metric, error norm, total error and density by step, averaged over runs.
 
-    Numbers that no run has logged are left out.
+    Omits metrics that no run logged.
     """
     rows: tuple[tuple[str, str, str | None, Callable[[list[float]], list[float]]], ...] = (
         (metric, metric, None, list),
@@ -80,11 +79,6 @@ def draw_steps(runs: Mapping[str, Sequence[Run]], metric: str) -> Figure:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     return figure
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture."""
-    figure.savefig(path, dpi=120)
 
 
 def _scale(values: Sequence[float]) -> str:

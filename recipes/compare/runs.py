@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a comparison, which it makes and keeps in an output folder.
+    """Makes the runs of a comparison and keeps them in an output folder.
 
     Args:
         config: the recipe.
@@ -115,7 +115,8 @@ class Runs:
             # A unique name, because a training whose comparison was killed may still write to an old folder.
             unfinished = folder.with_name(f"{folder.name}{UNFINISHED}{uuid4().hex[:8]}")
             unfinished.mkdir(parents=True)
-            shutil.copyfile(self.config, unfinished / RECIPE)  # the training reads the copy, which nobody changes
+            # The training reads a copy, so later edits of the recipe do not reach it.
+            shutil.copyfile(self.config, unfinished / RECIPE)
             command = self.command(variant, choice, seed, unfinished)
             exit_code, output_text = _run(command)
             if exit_code:
@@ -123,10 +124,10 @@ class Runs:
                 sys.exit(f"{self.command_to_repeat(variant, choice, seed)} failed:\n{output_text}")
             (unfinished / ARGUMENTS).write_text(shlex.join(self._arguments(variant, choice, seed)), encoding="utf-8")
             unfinished.rename(folder)
-        saved = folder / ARGUMENTS
-        if saved.exists() and saved.read_text(encoding="utf-8") != shlex.join(self._arguments(variant, choice, seed)):
+        saved = (folder / ARGUMENTS).read_text(encoding="utf-8")
+        if saved != shlex.join(self._arguments(variant, choice, seed)):
             sys.exit(f"{folder} holds a run with other arguments (see its {ARGUMENTS}). Use another label or --output.")
-        if (recipe := folder / RECIPE).exists() and _content(recipe) != _content(self.config):
+        if _content(folder / RECIPE) != _content(self.config):
             sys.exit(f"{folder} holds a run of another {self.config.name} (see its {RECIPE}). Use another --output.")
         return read_outcome(folder, self.metric)
 
@@ -170,7 +171,7 @@ def make_folder_name(label: str) -> str:
 def _run(command: Sequence[str]) -> tuple[int, str]:
     """Return a training's exit code and output; kill all its processes if this process is interrupted."""
     caught = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=_environment(), start_new_session=True, **caught) as training:  # type: ignore[call-overload]
+    with subprocess.Popen(command, env=_environment(), start_new_session=True, **caught) as training:
         try:
             output_text, _ = training.communicate()
         except BaseException:
