@@ -175,7 +175,7 @@ def _measure(configuration: Configuration, device: torch.device, options: dict[s
         "operators": sum(count for name, count in events.items() if name.startswith("aten::")),
         "waits": sum(count for name, count in events.items() if name in WAITS),
         "peaks": [round(peak) for peak in peaks[:3]],
-        "density": None if training.state is None else training.state.last_step.density,  # type: ignore[union-attr]
+        "density": None if training.state is None else training.state.last_step.density,
         "same": len(set(checksums)) == 1,
     }
 

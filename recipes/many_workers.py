@@ -67,7 +67,7 @@ def train(
     model = build_network()
     weights = dict(model.named_parameters())
     sparsifier = Dense() if exchange == "dense" else HardThreshold(density=density, calibration_steps=3)
-    options = GradientOptions(exchange=exchange)  # type: ignore[arg-type]
+    options = GradientOptions(exchange=exchange)
     workers = SimulatedWorkers(num_workers, sparsifier, weights, options, per_layer_stats=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE / 2, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.2)

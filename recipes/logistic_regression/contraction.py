@@ -46,7 +46,7 @@ def main() -> None:
 
 def measure(objective: Objective, sharding: str, seeds: Sequence[int] = SEEDS) -> pd.DataFrame:
     """Return a row per training: ``sharding``, ``method``, ``density``, ``squared_error`` and ``term``."""
-    own = shards(objective.labels, WORKERS, sharding)  # type: ignore[arg-type]
+    own = shards(objective.labels, WORKERS, sharding)
     setting = Setting(objective, own, 1 / (4 * objective.smoothness), ITERATIONS, EVERY)
     minimiser, d = find_minimiser(objective), objective.num_elements
     noise, _ = estimate_noise(objective, own, minimiser, seed=0)
