@@ -9,6 +9,7 @@ coordinate takes 6 bytes before the sum and 6 bytes after it. A dense sum takes 
 
 import argparse
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from lightning_sparse import Dense, HardThreshold
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.strategies.simulated.workers import SimulatedWorkers
+from recipes import MissingDataError
 from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, flip_randomly, normalise
 
 BATCH, LEARNING_RATE = 256, 0.2
@@ -26,7 +28,11 @@ BATCH, LEARNING_RATE = 256, 0.2
 
 def main() -> None:
     """Run all trainings and write a row after each."""
-    parser = argparse.ArgumentParser(prog="recipes.many_workers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.many_workers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--root", type=Path, default=Path("data"))
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--steps", type=int, default=800)
@@ -38,18 +44,19 @@ def main() -> None:
     if given.workers < 1 or BATCH % given.workers:
         parser.error(f"Invalid --workers {given.workers}. Must divide {BATCH}, the images per step.")
     data = CIFARDataModule(str(given.root), num_train_images=12_800, num_val_images=4_000)
-    data.prepare_data()
-    data.setup("fit")
+    try:
+        data.prepare_data()
+        data.setup("fit")
+    except MissingDataError as error:
+        sys.exit(str(error))
     with given.output.open("a", newline="") as file:
-        rows: csv.DictWriter[str] | None = None
         for seed in given.seeds:
             for exchange in given.exchanges:
                 for density in [1.0] if exchange == "dense" else given.densities:
                     row = train(data, given.workers, given.steps, exchange, density, seed)
-                    if rows is None:
-                        rows = csv.DictWriter(file, row)
-                        if not file.tell():
-                            rows.writeheader()
+                    rows = csv.DictWriter(file, row)
+                    if not file.tell():
+                        rows.writeheader()
                     rows.writerow(row)
                     file.flush()
                     print(row, flush=True)
