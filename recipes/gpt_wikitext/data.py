@@ -46,7 +46,7 @@ class GPTDataModule(LightningDataModule):
         batch_size: windows per worker and training step; four times as many in evaluation.
 
     Raises:
-        ValueError: a number is out of range, or ``builtin`` is combined with bytes.
+        ValueError: a number is out of range, or ``builtin`` or a vocabulary size is combined with bytes.
     """
 
     def __init__(
@@ -62,6 +62,10 @@ class GPTDataModule(LightningDataModule):
         for name, number in {"length": length, "batch_size": batch_size}.items():
             if number < 1:
                 raise ValueError(f"Invalid {name}={number}. Must be at least 1.")
+        if vocabulary_size is not None and vocabulary_size < 2:
+            raise ValueError(f"Invalid {vocabulary_size=}. Must be at least 2, or None for all words.")
+        if vocabulary_size is not None and tokenizer == "bytes":
+            raise ValueError(f"Got {vocabulary_size=} with tokenizer='bytes', which has 256 tokens. Omit it.")
         if source == "builtin" and tokenizer == "bytes":
             raise ValueError("Got source='builtin' with tokenizer='bytes'. Add --data.tokenizer=words.")
         self.root = Path(root)

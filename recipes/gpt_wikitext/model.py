@@ -85,7 +85,7 @@ class GPTLanguageModel(LightningModule):
         momentum: of SGD; also the first beta of AdamW, whose second is 0.95.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or the optimizer is unknown.
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class GPTLanguageModel(LightningModule):
             raise ValueError(f"Invalid {learning_rate=}. Must be above 0.")
         if warmup_steps < 0:
             raise ValueError(f"Invalid {warmup_steps=}. Must be at least 0.")
+        if optimizer not in ("adamw", "sgd"):
+            raise ValueError(f"Invalid {optimizer=}. Must be adamw or sgd.")
         self.save_hyperparameters()
         self.network = GPT(vocabulary_size, length, width, num_layers, num_heads)
 
@@ -150,11 +152,10 @@ class GPTLanguageModel(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         options: dict[str, Any] = dict(self.hparams)
         rate, decay, momentum = options["learning_rate"], options["weight_decay"], options["momentum"]
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            self.parameters(), rate, betas=(momentum, 0.95), weight_decay=decay
-        )
         if options["optimizer"] == "sgd":
             optimizer = torch.optim.SGD(self.parameters(), rate, momentum=momentum, weight_decay=decay)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), rate, betas=(momentum, 0.95), weight_decay=decay)
         total, warmup = int(self.trainer.estimated_stepping_batches), options["warmup_steps"]
         return schedule_by_step(optimizer, lambda step: relative_learning_rate(step, warmup, total))
 

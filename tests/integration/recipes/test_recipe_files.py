@@ -417,8 +417,15 @@ THREE_OF_EACH = {"num_users": 3, "num_items": 3}
         (CIFARDataModule, {"num_train_images": 0}, r"Invalid num_train_images=0\. Must be at least 1"),
         (GPTDataModule, {"length": 0}, "length=0"),
         (GPTDataModule, {"source": "builtin"}, "tokenizer=words"),
+        (
+            GPTDataModule,
+            {"tokenizer": "words", "vocabulary_size": 1},
+            r"Invalid vocabulary_size=1\. Must be at least 2",
+        ),
+        (GPTDataModule, {"vocabulary_size": 1000}, r"Got vocabulary_size=1000 with tokenizer='bytes'"),
         (GPT, {"width": 10, "num_heads": 4}, "multiple"),
         (GPTLanguageModel, {"learning_rate": 0.0}, "learning_rate"),
+        (GPTLanguageModel, {"optimizer": "SGD"}, r"Invalid optimizer='SGD'\. Must be adamw or sgd"),
         (load_examples, {"root": Path(), "dataset": "iris"}, r"Invalid dataset='iris'\. Must be one of a9a, gisette"),
     ],
 )
