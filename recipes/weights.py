@@ -3,7 +3,7 @@
 For each run of local training, validates the mean of the workers' weights, the anchor and rank 0's weights. Validation
 and checkpoints use the mean::
 
-    python -m recipes.weights comparison/gpt_wikitext/drift_1_/0.003/1 -- --data.root=data
+    python -m recipes.weights comparison/gpt_wikitext/drift_1_/0.003/seed_1 -- --data.root=data
 
 A folder is the log folder of a recipe, with its ``config.yaml`` and one checkpoint of all workers
 (``worker_state: full``).
@@ -23,16 +23,16 @@ from lightning_sparse.checkpointing.content import KEY
 from recipes.__main__ import main as run_command_line
 
 
-def variants(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+def candidate_weights(saved: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Return the module's state with the mean, the anchor and rank 0's weights.
 
     Args:
         saved: a checkpoint of local training.
     """
-    state, content = saved["state_dict"], saved[KEY]
-    if "weights" not in next(iter(content["workers"]), {}):
+    state, content = saved["state_dict"], saved.get(KEY, {})
+    if "weights" not in next(iter(content.get("workers", [])), {}):
         sys.exit("The checkpoint lacks the weights of each worker. Train with worker_state: full.")
-    candidates = {"anchor": content["shared"]["anchor"], "first worker": content["workers"][0]["weights"]}
+    candidates = {"anchor": content["shared"]["anchor"], "rank 0": content["workers"][0]["weights"]}
     found = {"mean": state}
     for source, weights in candidates.items():
         found[source] = deepcopy(state)  # keeps tied weights tied, which a state lists under each name
@@ -50,12 +50,12 @@ def only_file(folder: Path, name: str) -> Path:
 
 
 def validate(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
-    """Return the metrics of each variant of the only checkpoint below a folder."""
+    """Return the metrics of each choice of weights in the only checkpoint below a folder."""
     path, config = (only_file(folder, name) for name in ("*.ckpt", "config.yaml"))
     saved = torch.load(path, weights_only=True, map_location="cpu")
     found = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name, state in variants(saved).items():
+        for name, state in candidate_weights(saved).items():
             checkpoint = Path(temporary, f"{name}.ckpt")
             torch.save({**saved, "state_dict": state}, checkpoint)
             command = ["recipes", "validate", f"--config={config}", f"--ckpt_path={checkpoint}"]
