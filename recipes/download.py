@@ -40,7 +40,7 @@ def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
     try:
         if not path.exists():
             _download(url, path, md5)
-        found = md5 and _md5(path)
+        found = md5 and md5_of(path)
     except OSError as error:  # includes all errors of requests
         reason = " ".join(str(error).split()) or type(error).__name__
         raise MissingDataError(
@@ -57,7 +57,7 @@ def fetch(url: str, path: Path, *, md5: str | None = None) -> Path:
 
 def _download(url: str, path: Path, md5: str | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as part:
+    with write_atomically(path) as part:
         with (
             requests.get(url, headers=HEADERS, timeout=TIMEOUT_SECONDS, stream=True) as response,
             part.open("wb") as file,
@@ -68,12 +68,12 @@ def _download(url: str, path: Path, md5: str | None) -> None:
                 for chunk in response.iter_content(CHUNK_BYTES):  # raises an error if the connection ends early
                     file.write(chunk)
                     progress.update(len(chunk))
-        if md5 is not None and (found := _md5(part)) != md5:
+        if md5 is not None and (found := md5_of(part)) != md5:
             raise OSError(f"the server's file has md5 {found}, expected {md5}")
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file appears at ``path`` when the context ends without an error.
 
     The yielded path is unique, because other nodes may write to a shared folder at the same time.
@@ -91,7 +91,7 @@ def opened_zip(archive: Path) -> Iterator[zipfile.ZipFile]:
     """Open a zip file for reading.
 
     Raises:
-        MissingDataError: the file is damaged, perhaps so that it seems to need a password or another compression.
+        MissingDataError: the file is damaged; damage can look like a password or an unknown compression.
     """
     try:
         with zipfile.ZipFile(archive) as opened:
@@ -101,7 +101,8 @@ def opened_zip(archive: Path) -> Iterator[zipfile.ZipFile]:
         raise MissingDataError(f"{archive.absolute()} is damaged: {reason}. Delete it to download it again.") from error
 
 
-def _md5(path: Path) -> str:
+def md5_of(path: Path) -> str:
+    """Return the MD5 digest of a file, hexadecimal."""
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

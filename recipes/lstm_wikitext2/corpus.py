@@ -1,6 +1,5 @@
 """Loads WikiText-2 as word indices, or the text of a Markov chain without a download."""
 
-import hashlib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from torchtext.data import Field
 from torchtext.datasets import LanguageModelingDataset
 
 from recipes import MissingDataError
-from recipes.download import fetch, opened_zip, whole
+from recipes.download import fetch, md5_of, opened_zip, write_atomically
 from recipes.lstm_wikitext2.markov_chain import MarkovChain
 
 # The address in torchtext no longer works.
@@ -84,7 +83,7 @@ def fetch_wikitext2(root: Path) -> None:
     for name in FILES.values():
         if not (folder / name).exists():
             missing.append(name)
-        elif _md5((folder / name).read_bytes()) != MD5[name]:
+        elif md5_of(folder / name) != MD5[name]:
             rank_zero_warn(f"{folder / name} differs from WikiText-2's {name} and is used anyway.")
     if not missing:
         return
@@ -93,19 +92,10 @@ def fetch_wikitext2(root: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with opened_zip(archive) as files:
         for name in missing:
-            _write_whole(folder / name, files.read(f"{FOLDER}/{name}"))
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    found = _md5(content)
-    if found != MD5[path.name]:
-        raise zipfile.BadZipFile(f"its {path.name} has md5 {found}, expected {MD5[path.name]}")
-    with whole(path) as part:
-        part.write_bytes(content)
-
-
-def _md5(content: bytes) -> str:
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+            with write_atomically(folder / name) as part:
+                part.write_bytes(files.read(f"{FOLDER}/{name}"))
+                if (found := md5_of(part)) != MD5[name]:
+                    raise zipfile.BadZipFile(f"its {name} has md5 {found}, expected {MD5[name]}")
 
 
 def _check(path: Path) -> None:

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from recipes.download import fetch, opened_zip, whole
+from recipes.download import fetch, opened_zip, write_atomically
 
 SERVER = "https://files.grouplens.org/datasets/movielens"
 MD5 = {"ml-20m": "cd245b17a1ae2cc31bb14903e1204af3"}
@@ -33,5 +33,10 @@ def fetch_ratings(root: Path, dataset: str) -> Path:
 
 def _unpack(archive: Path, member: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with opened_zip(archive) as files, files.open(member) as source, whole(target) as part, part.open("wb") as file:
+    with (
+        opened_zip(archive) as files,
+        files.open(member) as source,
+        write_atomically(target) as part,
+        part.open("wb") as file,
+    ):
         shutil.copyfileobj(source, file)

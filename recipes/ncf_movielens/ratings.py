@@ -1,7 +1,7 @@
 """Splits MovieLens' ``ratings.csv`` into training interactions and candidates, with a cache."""
 
-import pickle
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from recipes.download import whole
+from recipes.download import write_atomically
 from recipes.ncf_movielens.table import LARGEST_ID, InvalidRatingsError, describe_row, read_table
 
 NUM_NEGATIVE_CANDIDATES = 100
@@ -59,16 +59,11 @@ def load_ratings(path: Path) -> Ratings:
     status = path.stat()
     made_from = {"version": _CACHE_VERSION, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
     cache = path.with_name(f"{path.name}.cache.pt")
-    try:
+    with suppress(Exception):  # parse the original file if the cache is invalid in any way
         found = torch.load(cache, weights_only=True)
         with zipfile.ZipFile(cache) as content:  # torch.load checks no checksums
             if found.pop("made_from") == made_from and content.testzip() is None:
                 return Ratings(**found)
-    # If the cache is invalid in any way, parse the original file.
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
-        pass
-    except (pickle.UnpicklingError, zipfile.BadZipFile):
-        pass
     ratings = parse_ratings(path)
     _write(cache, {"made_from": made_from, **asdict(ratings)})
     return ratings
@@ -199,7 +194,7 @@ def unrated_items(rated: Integers, counts: Integers, num_items: int, size: int, 
 
 
 class _InvalidRowError(ValueError):
-    """Raised for an interaction that prevents a split, with its index and a reason with placeholders."""
+    """An interaction that makes the split impossible: its row, and a reason with placeholders."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(f"Interaction {row}: {reason}")
@@ -209,7 +204,7 @@ class _InvalidRowError(ValueError):
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     try:
-        with whole(path) as part, part.open("wb") as file:  # with a path, torch.save raises RuntimeError
+        with write_atomically(path) as part, part.open("wb") as file:  # with a path, torch.save raises RuntimeError
             torch.save(content, file)
     except OSError as error:
         rank_zero_warn(f"The cache could not be written: {error}. Every worker will parse the ratings in every run.")
