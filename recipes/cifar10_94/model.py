@@ -111,8 +111,7 @@ class ShortTrainingNetwork(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, shape (batch, num_classes), for images of shape (batch, 3, 32, 32)."""
         features = self.blocks(functional.gelu(self.whitening(images)))
-        logits: Tensor = self.head(features.amax(dim=(2, 3))) / 9
-        return logits
+        return self.head(features.amax(dim=(2, 3))) / 9
 
 
 def _block(in_channels: int, out_channels: int) -> nn.Sequential:

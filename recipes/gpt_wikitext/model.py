@@ -62,8 +62,7 @@ class GPT(nn.Module):
             raise ValueError(f"Got a window of {length} tokens, more than --model.length={len(self.positions.weight)}.")
         hidden = self.tokens(tokens) + self.positions.weight[:length]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
-        logits: Tensor = self.decoder(self.layers(hidden, mask, is_causal=True))
-        return logits
+        return self.decoder(self.layers(hidden, mask, is_causal=True))
 
 
 class GPTLanguageModel(LightningModule):

@@ -47,8 +47,7 @@ class MarkovChain:
         equations[-1] = 1.0
         right_side = torch.zeros(num_words, dtype=torch.float64)
         right_side[-1] = 1.0
-        stationary: Tensor = torch.linalg.solve(equations, right_side)
-        return stationary
+        return torch.linalg.solve(equations, right_side)
 
     def perplexity(self) -> float:
         """Return the best perplexity on a long text, exp of the entropy rate −Σ_i π_i Σ_j P_ij ln P_ij."""

@@ -20,7 +20,6 @@ from recipes.mean_loss import MeanLoss, Perplexity
 WIKITEXT2_VOCABULARY_SIZE = 33_278
 PAPER_HIDDEN_SIZE = 650
 PAPER_NUM_LAYERS = 3
-NUM_PARAMETERS = 31_819_578
 """Sizes of the paper's network, with WikiText-2's vocabulary."""
 
 Stage = Literal["train", "val", "test"]
@@ -65,9 +64,6 @@ class TiedLSTM(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
         self.decoder.weight = self.embedding.weight
-        if tuple(sizes.values()) == (WIKITEXT2_VOCABULARY_SIZE, PAPER_HIDDEN_SIZE, PAPER_NUM_LAYERS):
-            num_parameters = sum(parameter.numel() for parameter in self.parameters())
-            assert num_parameters == NUM_PARAMETERS, num_parameters
 
     @override
     def forward(self, words: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
@@ -150,8 +146,7 @@ class LSTMLanguageModel(LightningModule):
     @override
     def forward(self, words: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
         """Return logits, shape (time, columns, vocabulary_size), and the final state."""
-        result: tuple[Tensor, Hidden] = self.network(words, hidden)
-        return result
+        return self.network(words, hidden)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -15,7 +15,6 @@ from recipes.ncf_movielens.metrics import hits_and_gains
 PAPER_FACTORS = 64
 PAPER_MLP_SIZES = (256, 256, 128, 64)
 ML_20M_USERS, ML_20M_ITEMS = 138_493, 26_744
-PAPER_NUM_PARAMETERS = 31_832_577
 
 
 class NeuMF(nn.Module):
@@ -68,20 +67,13 @@ class NeuMF(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
         bound = sqrt(3 / self.output.in_features)
         nn.init.uniform_(self.output.weight, -bound, bound)
-        sizes = (num_users, num_items, factors, tuple(mlp_sizes))
-        num_parameters = sum(parameter.numel() for parameter in self.parameters())
-        assert (
-            sizes != (ML_20M_USERS, ML_20M_ITEMS, PAPER_FACTORS, PAPER_MLP_SIZES)
-            or num_parameters == PAPER_NUM_PARAMETERS
-        ), num_parameters
 
     @override
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Return logits, float32 of shape (pairs,), for integer users and items of that shape."""
         product = self.user_factors(users) * self.item_factors(items)
         hidden = self.mlp(torch.cat([self.mlp_users(users), self.mlp_items(items)], dim=1))
-        logits: Tensor = self.output(torch.cat([product, hidden], dim=1)).squeeze(1)
-        return logits
+        return self.output(torch.cat([product, hidden], dim=1)).squeeze(1)
 
 
 class NCFRecommender(LightningModule):
@@ -139,8 +131,7 @@ class NCFRecommender(LightningModule):
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Return logits, shape (pairs,), for users and items of that shape."""
         assert self.network is not None
-        logits: Tensor = self.network(users, items)
-        return logits
+        return self.network(users, items)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -122,7 +122,7 @@ class CIFARDataModule(LightningDataModule):
         self.train_images = take_first(train, self.num_train_images, "num_train_images")
         self.val_images = take_first(val, self.num_val_images, "num_val_images")
 
-    def _read(self) -> tuple["ImageBatches", "ImageBatches"]:
+    def _read(self) -> tuple[ImageBatches, ImageBatches]:
         if self._failure is not None:
             raise self._failure
         if self.source == "builtin":
@@ -164,7 +164,7 @@ class CIFARDataModule(LightningDataModule):
         assert self.trainer is not None
         return transform(batch, self.source, augment=self.trainer.training)
 
-    def _loader(self, images: "ImageBatches", *, augment: bool, **options: Any) -> DataLoader[Any]:
+    def _loader(self, images: ImageBatches, *, augment: bool, **options: Any) -> DataLoader[Any]:
         # Not a method, because spawned loader processes would receive a copy of this object and its images.
         in_loader = partial(transform, source=self.source, augment=augment)
         return DataLoader(

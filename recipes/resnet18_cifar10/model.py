@@ -56,8 +56,7 @@ class LoggedClassifier(LightningModule):
     @override
     def forward(self, images: Tensor) -> Tensor:
         """Return logits, shape (batch, classes), for images of shape (batch, 3, height, width)."""
-        logits: Tensor = self.network(images)
-        return logits
+        return self.network(images)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -6,6 +6,7 @@ import shutil
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from recipes import MissingDataError, demo
 from recipes.learning_rate import steps_per_epoch
 from recipes.resnet18_cifar10 import images as images_module
-from recipes.resnet18_cifar10.architectures import PAPER_NUM_PARAMETERS, build_network
+from recipes.resnet18_cifar10.architectures import Architecture, build_network
 from recipes.resnet18_cifar10.data import DEVIATIONS, MEANS, CIFARDataModule, crop_randomly, flip_randomly
 from recipes.resnet18_cifar10.images import IGNORED_LABEL, ImageBatches, pad_to_multiple, read_digits, slice_by_label
 from recipes.resnet18_cifar10.model import ImageClassifier, parameter_groups
@@ -81,7 +82,7 @@ class TestModel:
         assert decayed_names == set(names.values()) - exempt_names
         assert {"conv1.weight", "layer2.0.downsample.0.weight", "fc.weight", "fc.bias"} <= decayed_names
 
-    @pytest.mark.parametrize("architecture", PAPER_NUM_PARAMETERS)
+    @pytest.mark.parametrize("architecture", get_args(Architecture))
     def test_group_normalisation_replaces_all_batch_normalisation(self, architecture):
         width = 64 if architecture == "googlenet" else 4
         with_batch, with_group = (
