@@ -14,7 +14,7 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[1]
 PACKAGE = "lightning_sparse"
 # A build can omit files that are not Python without an error.
-IN_THE_WHEEL = ("py.typed", "kernels/native.c", "callbacks/density_monitor.py")
+IN_THE_WHEEL = ("py.typed", "kernels/native.c")
 IN_THE_SDIST = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md", "pyproject.toml"),
     *("benchmarks/step_time.py", "docs/index.md", "docs/examples/plain_ddp.py", "lightning_sparse/kernels/native.c"),

@@ -1,7 +1,6 @@
-"""Measures the time that importing the package adds to importing Lightning: `python -m release.import_time`."""
+"""Measures the time that importing the package adds to importing Lightning."""
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -30,7 +29,3 @@ def _import(python: str, module: str, folder: Path, variables: Mapping[str, str]
     command = [python, "-X", "importtime", "-c", f"import lightning.pytorch, {module}"]
     done = run(command, cwd=folder, env=variables, capture_output=True, text=True, check=True)
     return {name: int(microseconds) / 1e6 for microseconds, name in _LINE.findall(done.stderr)}
-
-
-if __name__ == "__main__":
-    print(measure_import_time(sys.executable, Path.cwd()))
