@@ -1,6 +1,7 @@
-"""Command line of all recipes: ``python -m recipes fit|validate|test --config <recipe>.yaml``.
+"""Command line of all recipes except logistic_regression.
 
-Arguments after the file override its entries: ``--trainer.strategy=ddp``, ``--data.root=<folder>``.
+Run ``python -m recipes fit|validate|test --config <recipe>.yaml``. Arguments after the file override its entries:
+``--trainer.strategy=ddp``, ``--data.root=<folder>``.
 """
 
 import sys

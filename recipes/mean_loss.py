@@ -13,8 +13,6 @@ class MeanLoss(Metric):
     torchmetrics' mean leaves out NaN.
     """
 
-    is_differentiable = False
-    higher_is_better = False
     full_state_update = False
     total: Tensor
     num_counted: Tensor

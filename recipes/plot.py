@@ -45,7 +45,7 @@ def labelled_folder(text: str) -> tuple[str, Path]:
 
 
 def draw(runs: dict[str, Run]) -> Figure:
-    """Return a row of axes per metric, with single steps in pale and means of ten in full colour."""
+    """Return a row of axes per metric, single steps pale, means over ten steps in full colour."""
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     for axes, (name, label, scale) in zip(figure.subplots(len(ROWS), sharex=True), ROWS, strict=True):
         for number, (run_label, run) in enumerate(runs.items()):

@@ -49,7 +49,7 @@ def report(folder: Path) -> None:
 
 
 def draw_curves(frame: pd.DataFrame) -> Figure:
-    """Return a row of axes per sharding, with the mean over seeds and the range in pale."""
+    """Return a row of axes per sharding, with the mean over seeds and the range over seeds as a pale band."""
     shardings = list(frame["sharding"].unique())
     figure = Figure(figsize=(11, 3.1 * len(shardings) + 0.6), layout="constrained")
     figure.suptitle(frame["dataset"].iloc[0], fontsize="medium")
@@ -158,9 +158,7 @@ def _format_number(value: float) -> str:
 
 
 def _mean(frame: pd.DataFrame, x: str, y: str) -> tuple[pd.Series, pd.Series]:
-    means = (
-        frame.groupby("iteration")[[x, y]].mean() if x != "iteration" else frame.groupby(x, as_index=False)[y].mean()
-    )
+    means = frame.groupby("iteration").mean(numeric_only=True).reset_index()
     return means[x], means[y]
 
 

@@ -4,9 +4,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from typing_extensions import override
 
 from recipes import MissingDataError
@@ -116,7 +115,7 @@ class MovieLensDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> TrainingBatches:
-        trainer, ratings = self._trainer(), self._loaded()
+        trainer, ratings = self.trainer, self._loaded()
         shard = make_shard(
             ratings,
             negatives=self.negatives,
@@ -135,27 +134,22 @@ class MovieLensDataModule(LightningDataModule):
         )
 
     @override
-    def val_dataloader(self) -> Batches[tuple[Tensor, Tensor]]:
-        trainer = self._trainer()
+    def val_dataloader(self) -> Batches:
         return ranking_batches(
             self._loaded().candidates,
             batch_size=self.batch_size,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
+            rank=self.trainer.global_rank,
+            world_size=self.trainer.world_size,
         )
 
     @override
-    def test_dataloader(self) -> Batches[tuple[Tensor, Tensor]]:
+    def test_dataloader(self) -> Batches:
         return self.val_dataloader()
 
     def _loaded(self) -> Ratings:
         if self.ratings is None:
             raise RuntimeError("The ratings are not loaded yet. Call setup() first, or use a Trainer.")
         return self.ratings
-
-    def _trainer(self) -> Trainer:
-        assert self.trainer is not None
-        return self.trainer
 
 
 def _seed() -> int:

@@ -3,15 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from recipes.ncf_movielens.ratings import Ratings
-
-Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -122,22 +119,20 @@ class TrainingBatches:
             yield self._users[chosen], items[chosen], (chosen < positives).float()
 
 
-class Batches(Generic[Batch]):
+class Batches:
     """A sequence of existing batches; Lightning would treat a plain list as a list of data loaders."""
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._batches = batches
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self._batches)
 
 
-def ranking_batches(
-    candidates: Tensor, *, batch_size: int, rank: int, world_size: int
-) -> Batches[tuple[Tensor, Tensor]]:
+def ranking_batches(candidates: Tensor, *, batch_size: int, rank: int, world_size: int) -> Batches:
     """Return batches of a worker's users, shape (users,), and candidates, shape (users, candidates).
 
     Every user belongs to one worker. All workers have equally many batches, so that all log the metrics. With fewer
