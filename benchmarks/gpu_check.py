@@ -167,7 +167,11 @@ def _last_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, limit: float = 600.0) -> bool:
-    """Run a function in one process per worker and return whether all processes ended in time."""
+    """Run a function in one process per worker and return whether all processes ended in time.
+
+    Raises:
+        TimeoutError: the processes exceeded the limit, except those of ``lose_worker``.
+    """
     store = f"{folder}/store.{work.__name__}"
     arguments = (options.workers, options.device, store, folder, vars(options))
     # A forked process cannot use CUDA after its parent has counted devices.
@@ -179,7 +183,9 @@ def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, li
     try:
         while not context.join(timeout=1.0):
             if time.monotonic() > deadline:
-                return False
+                if work is gpu_check_worker.lose_worker:
+                    return False
+                raise TimeoutError(f"{work.__name__} did not end within {limit:.0f} s.")
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
         if work is not gpu_check_worker.lose_worker:
             raise
