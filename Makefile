@@ -50,7 +50,6 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.messages
 	$(BIN)/python -m benchmarks.messages --busy
-	$(BIN)/python -m benchmarks.step_time --exchange-only
 	$(BIN)/python -m benchmarks.step_time --bucket-view
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.shards

@@ -1,8 +1,7 @@
 """Measures the time of a complete training step with each exchange method, relative to a step without exchange.
 
-    python -m benchmarks.step_time [--models resnet18 lstm neumf gpt] [--hosts 4] [--rates 1gbit unshaped] [--quick]
-    python -m benchmarks.step_time --exchange-only        (exchanges a gradient without a training step)
-    python -m benchmarks.chart                            (draws the result)
+    python -m benchmarks.step_time [--models resnet18 lstm neumf gpt] [--hosts 4] [--rates 1gbit unshaped]
+    python -m benchmarks.chart                            (draws the result of --bucket-view)
 
 As root, each worker is a host of the network lab, with one core and one thread. Otherwise the workers use loopback
 without a rate limit, after a message. With more hosts than cores, workers share cores, which also raises the floor.
@@ -33,10 +32,7 @@ and is corrected until the density is within 7 % of ρ. Residuals start spread o
 The table shows the mean density over the timed steps, with an exclamation mark if it is more than 15 % off.
 
 Processes keep freed memory. By default, glibc may return it to the kernel in every step. With new pages in each step,
-the floor takes 1.5 times as long. `--allocator glibc` uses this default. The result holds the page faults per step.
-
---exchange-only calls the hooks directly with random gradients, N(0, 1), in DDP's buckets. Their selection has no
-locality. It runs only the first of the models.
+the floor takes 1.5 times as long. The result holds the page faults per step.
 """
 
 import argparse
@@ -66,8 +62,6 @@ class Hosts:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.count, self.on_gpus = options.hosts, options.device == "cuda"
-        self.module = "benchmarks.step_time_exchange" if options.exchange_only else "benchmarks.step_time_worker"
-        self.variables = KEEP_MEMORY if options.allocator == "keep" else {}
         reason = "GPUs are on one machine." if self.on_gpus else NetworkLab.unavailable_reason()
         self.lab = None if reason else NetworkLab(options.hosts)
         if reason:
@@ -89,12 +83,12 @@ class Hosts:
             RuntimeError: a worker failed; the message ends with its output.
             TimeoutError: the workers exceeded the timeout.
         """
-        command = [sys.executable, "-m", self.module, json.dumps(task)]
+        command = [sys.executable, "-m", "benchmarks.step_time_worker", json.dumps(task)]
         if self.lab is not None:
             self.lab.shape(None if rate == UNSHAPED else rate)
-            return read_results(self.lab.run(command, timeout, env=self.variables)[:1])[0]
+            return read_results(self.lab.run(command, timeout, env=KEEP_MEMORY)[:1])[0]
         hosts, each = (1, self.count) if self.on_gpus else (self.count, 1)
-        workers = start_on_loopback(command, hosts, each, self.variables, pin=not self.on_gpus)
+        workers = start_on_loopback(command, hosts, each, KEEP_MEMORY, pin=not self.on_gpus)
         return read_results(workers.outputs(timeout)[:1])[0]
 
 
@@ -105,15 +99,11 @@ def measure(hosts: Hosts, model: str, rate: str, options: argparse.Namespace) ->
         "device": options.device,
         "bucket_view": options.bucket_view,
         "seconds": options.seconds,
-        "least_rounds": 2 if options.quick else 4,
         "steps": options.steps,
-        "repetitions": options.repetitions,
         "timeout_seconds": 300,
     }
     other_methods = [method for method in options.methods if method != POWER_SGD]
     results = hosts.run(task | {"methods": other_methods}, rate, timeout=3600)
-    if options.exchange_only:
-        return results
     add_ratios(results["methods"])
     if POWER_SGD in options.methods:
         alone = task | {"methods": [FLOOR, POWER_SGD], "seconds": options.seconds / 4, "timeout_seconds": 30}
@@ -150,18 +140,16 @@ def show(model: str, rate: str, results: dict[str, Any], options: argparse.Names
             failures.append(f"{method} failed: {result['failure']}")
             continue
         median, (low, high) = result["seconds"]["median"], result["seconds"]["quartiles"]
-        cells = [method, f"{1e3 * median:.1f}", f"{1e3 * low:.1f} - {1e3 * high:.1f}"]
-        cells += [] if options.exchange_only else [f"{result['ratio']:.3f}"]
+        cells = [method, f"{1e3 * median:.1f}", f"{1e3 * low:.1f} - {1e3 * high:.1f}", f"{result['ratio']:.3f}"]
         if "density" in result:
             density = result["density"]["mean"]
             density_of, _, every = method.removesuffix("_float8").partition("_every_")
             target = float(density_of.rpartition("_")[2]) * int(every or 1)
             cells.append(f"{density:.4%}{'' if abs(density / target - 1) <= DENSITY_TOLERANCE else '!'}")
             cells.append(f"{result['payload_bytes']['median']:,.0f}")
-            cells += [] if options.exchange_only else [result["steps_with_more_collectives"]]
+            cells.append(result["steps_with_more_collectives"])
         rows.append(cells)
-    head = ["", "ms", "quartiles", *([] if options.exchange_only else ["x floor"]), "density", "payload bytes"]
-    head += [] if options.exchange_only else ["second rounds"]
+    head = ["", "ms", "quartiles", "x floor", "density", "payload bytes", "second rounds"]
     print(report.table(head, [[*row, *[""] * (len(head) - len(row))] for row in rows]))
     print("\n".join(failures), flush=True)
 
@@ -177,10 +165,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of timing per model and rate")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per turn")
     parser.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
-    parser.add_argument("--allocator", choices=["keep", "glibc"], default="keep")
-    parser.add_argument("--exchange-only", action="store_true")
-    parser.add_argument("--repetitions", type=int, default=15, help="repetitions with --exchange-only")
-    parser.add_argument("--quick", action="store_true", help="test run with two rounds and four repetitions")
     parser.add_argument("--output", type=Path, help="default: a file in benchmarks/results")
     options = parser.parse_args()
     for name in ("models", "methods", "rates"):  # separated by spaces or commas
@@ -192,20 +176,10 @@ def parse() -> argparse.Namespace:
     )
     if unknown := {method for method in options.methods if not re.fullmatch(pattern, method)}:
         parser.error(f"Unknown methods {sorted(unknown)}. Must be some of {', '.join(METHODS)}, overshoot_0.001.")
-    if options.quick:
-        options.seconds, options.repetitions = 0.0, 4
-    if options.exchange_only:
-        options.models = options.models[:1]
-        options.methods = [
-            method
-            for method in options.methods
-            if method not in (FLOOR, "ddp_idle", POWER_SGD) and not method.startswith("drift_")
-        ]
-    elif FLOOR not in options.methods:
+    if FLOOR not in options.methods:
         options.methods.insert(0, FLOOR)
     if options.output is None:
-        name = "step_time_bucket_view" if options.bucket_view else "step_time"
-        options.output = report.RESULTS / f"{'exchange_time' if options.exchange_only else name}.json"
+        options.output = report.RESULTS / f"{'step_time_bucket_view' if options.bucket_view else 'step_time'}.json"
     return options
 
 

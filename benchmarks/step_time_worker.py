@@ -38,6 +38,7 @@ from lightning_sparse import (
 HARD_THRESHOLD, OVERSHOOT = "hard_threshold_", "overshoot_"
 DRIFT, FLOAT8 = "drift_", "_float8"
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; PowerSGD starts with the third
+MIN_ROUNDS = 4
 STEPS_PER_CORRECTION, MAX_CORRECTIONS, DENSITY_TOLERANCE = 6, 16, 0.07
 LEARNING_RATE = 1e-3  # small, so that gradients and the density at a constant λ hardly change
 
@@ -285,7 +286,7 @@ def draw_residual(num_elements: int, threshold: float, generator: torch.Generato
 
 
 class Collectives:
-    """A counter of collectives that Python code issues, which reveals second rounds."""
+    """Counts collectives issued from Python, to detect second rounds."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -309,7 +310,7 @@ def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
         training.logged.clear()
     collectives = Collectives()
     deadline, rounds = time.monotonic() + task["seconds"], 0
-    while rounds < task["least_rounds"] or not is_past(deadline, device):
+    while rounds < MIN_ROUNDS or not is_past(deadline, device):
         first = rounds % len(trainings)
         for training in trainings[first:] + trainings[:first]:
             training.step()  # untimed, because caches hold another method's data and TCP restarts after a pause
