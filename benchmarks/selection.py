@@ -107,7 +107,9 @@ def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[st
         adding.average(payload_format, rows, sums.zero_(), space)
 
     space, sums = Buffers(), torch.empty(size, device=gradient.device)
-    results: dict[str, tuple[Way, float]] = {"take_out": (fill(Transfer(payload_format, out, payload)), 12 * size)}
+    # In addition to the vectors, each coordinate is written once into a payload.
+    moved_bytes = 12 * size + selected * payload_format.coordinate_bytes
+    results: dict[str, tuple[Way, float]] = {"take_out": (fill(Transfer(payload_format, out, payload)), moved_bytes)}
     masked = fill(Transfer(payload_format, out, None)), 16 * size
     extraction.fill(flat(compensated.copy_(start)), Transfer(payload_format, out, payload))
     rows = payload.repeat(2, 1)
@@ -116,8 +118,6 @@ def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[st
         results["floor"] = (lambda residual: torch.add(residual, gradient, out=compensated)), 12 * size
     else:
         results["floor"] = compensated.copy_, 8 * size
-    # In addition to the vectors, each coordinate is written once into a payload.
-    results["take_out"] = results["take_out"][0], 12 * size + selected * payload_format.coordinate_bytes
     return {**results, "take_out_masked": masked, "plain": (plain, 12 * size), "topk": (topk, 4 * size)}
 
 
