@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.network_lab import NetworkLab
+from benchmarks.network_lab import MARK, NetworkLab, read_results
 from benchmarks.report import RESULTS, table, write
 from lightning_sparse.exchange.workers import GLOO_THREAD
 
@@ -84,7 +84,7 @@ def work(options: argparse.Namespace) -> None:
             busy_process.kill()
             busy_process.wait()
     if dist.get_rank() == 0:
-        print(json.dumps(measured), flush=True)
+        print(MARK + json.dumps(measured), flush=True)
     dist.destroy_process_group()
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     with NetworkLab(hosts=2) as lab:
         lab.shape(rate=None if options.rate == "unshaped" else options.rate)
         outputs = lab.run([*command, *(["--busy"] if options.busy else [])])
-    measured = json.loads(outputs[0].strip().splitlines()[-1])
+    measured = read_results(outputs[:1])[0]
     results = [{"bytes": size, "milliseconds": times} for size, times in zip(options.bytes, measured, strict=True)]
     rows = [[f"{row['bytes']:,}", *(f"{row['milliseconds'][way]:.2f}" for way in WAYS)] for row in results]
     print(table(["bytes", *WAYS], rows))

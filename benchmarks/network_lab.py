@@ -33,6 +33,8 @@ from typing import Any
 
 PREFIX = "sparse-lab"
 INTERFACE = "uplink"
+MARK = "RESULT "
+"""Begins the line in which a worker prints its result as JSON."""
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 # Burst of a link after a pause. A larger burst speeds up short transfers; a smaller burst lets timers slow a fast link.
@@ -337,6 +339,20 @@ def start_on_loopback(
         port = str(free.getsockname()[1])
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
     return Workers([command] * hosts, workers_per_host, variables, pin, echo)
+
+
+def read_results(outputs: Sequence[str]) -> list[Any]:
+    """Return each worker's JSON result after the mark, by rank."""
+    return [
+        json.loads(next(line for line in text.splitlines() if line.startswith(MARK))[len(MARK) :]) for text in outputs
+    ]
+
+
+def interface_bytes() -> tuple[int, int]:
+    """Return the bytes that this host's interface has received and sent, with headers."""
+    with open("/proc/self/net/dev") as lines:
+        fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    return int(fields[0]), int(fields[8])
 
 
 def clean() -> list[str]:

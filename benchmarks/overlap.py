@@ -10,7 +10,6 @@ network namespaces with shaped links.
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,17 +18,11 @@ import torchvision
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.network_lab import NetworkLab
+from benchmarks.network_lab import MARK, NetworkLab, interface_bytes, read_results
 from lightning_sparse import GradientOptions, HardThreshold, register_comm_hook
 
 WARM_UP_STEPS = 5
 THRESHOLD = 0.03
-
-
-def bytes_sent() -> int:
-    """Return the bytes that this host has sent, without loopback."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    return sum(int(line.split(":")[1].split()[8]) for line in lines if not line.strip().startswith("lo:"))
 
 
 def profile_step() -> dict[str, Any]:
@@ -42,16 +35,16 @@ def profile_step() -> dict[str, Any]:
     images, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     sent: list[int] = []
     # Backward reaches the first convolution last.
-    model.module.conv1.weight.register_hook(lambda _: sent.append(bytes_sent()))
+    model.module.conv1.weight.register_hook(lambda _: sent.append(interface_bytes()[1]))
 
     def step() -> None:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         sent.clear()
-        sent.append(bytes_sent())
+        sent.append(interface_bytes()[1])
         with record_function("backward"):
             loss.backward()
-        sent.append(bytes_sent())
+        sent.append(interface_bytes()[1])
         optimizer.step()
 
     for _ in range(WARM_UP_STEPS):
@@ -100,16 +93,16 @@ def main() -> None:
         dist.init_process_group("gloo")
         profiled = profile_step()
         if dist.get_rank() == 0:
-            print(json.dumps(profiled), flush=True)
+            print(MARK + json.dumps(profiled), flush=True)
         dist.destroy_process_group()
         return
     reason = NetworkLab.unavailable_reason()
     if reason is not None:
-        sys.exit(f"{reason} To use loopback, run torchrun --nproc-per-node 2 -m benchmarks.overlap --worker")
+        sys.exit(reason)
     with NetworkLab(hosts=2) as lab:
         lab.shape(rate=None if arguments.rate == "unshaped" else arguments.rate)
         outputs = lab.run([sys.executable, "-m", "benchmarks.overlap", "--worker"])
-    print(format_report(json.loads(outputs[0].strip().splitlines()[-1])))
+    print(format_report(read_results(outputs[:1])[0]))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.network_lab import INTERFACE, NetworkLab
+from benchmarks.network_lab import INTERFACE, MARK, NetworkLab, interface_bytes, read_results
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
@@ -40,16 +40,8 @@ from lightning_sparse.sparsifiers.protocol import Selection
 
 RESNET_18 = 11_173_962
 TARGETS = {"float32": 6.1, "bfloat16": 4.1, "float8": 3.1}
-MARK = "RESULT "
 VARIATION = 0.03
 """Relative standard deviation of the number of coordinates."""
-
-
-def interface_bytes() -> tuple[int, int]:
-    """Return the bytes that this host's interface has received and sent, with headers."""
-    with open("/proc/self/net/dev") as lines:
-        fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
-    return int(fields[0]), int(fields[8])
 
 
 def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: Wire) -> int:
@@ -80,13 +72,6 @@ def draw_selection(num_elements: int, selected: int, seed: int) -> Selection:
     return Selection(indices, torch.ones(selected))
 
 
-def read_results(outputs: list[str]) -> list[Any]:
-    """Return each worker's JSON result after the mark, by rank."""
-    return [
-        json.loads(next(line for line in text.splitlines() if line.startswith(MARK))[len(MARK) :]) for text in outputs
-    ]
-
-
 def work(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run every case in a worker and return its bytes per step."""
     torch.set_num_threads(1)
@@ -99,10 +84,8 @@ def work(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _run_case(dtype: str, selected: int, variation: float, options: argparse.Namespace) -> dict[str, Any]:
-    wire, rank = (
-        Wire(torch.float8_e4m3fn, 2.0**-10) if dtype == "float8" else Wire(getattr(torch, dtype)),
-        dist.get_rank(),
-    )
+    wire = Wire(torch.float8_e4m3fn, 2.0**-10) if dtype == "float8" else Wire(getattr(torch, dtype))
+    rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     pool = draw_selection(options.elements, round(selected * (1 + 4 * variation)), seed=rank)
     exchange, out = Exchange("gather"), torch.empty(options.elements)

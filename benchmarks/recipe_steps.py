@@ -27,7 +27,7 @@ from recipes.compare.variants import TUNED, Variant, expand_variants
 from recipes.logs import Run, read
 
 BLOCK, BLOCKS = 30, 2
-"""Steps per time, so that each includes one exchange of a method with 30 steps between exchanges; times per turn."""
+"""Steps per timing, enough for one exchange every 30 steps; timings per turn."""
 FLOOR = Variant(
     "no exchange",
     "no exchange",

@@ -45,8 +45,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from benchmarks.network_lab import UNITS, NetworkLab
-from benchmarks.payload import MARK, RESNET_18, draw_selection, exchange_once, interface_bytes, read_results
+from benchmarks.network_lab import MARK, UNITS, NetworkLab, interface_bytes, read_results
+from benchmarks.payload import RESNET_18, draw_selection, exchange_once
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, speeds
@@ -236,9 +236,8 @@ def main() -> None:
     if options.check and (reason := NetworkLab.unavailable_reason()):
         parser.error(reason)
     options.elements, options.bandwidth = -(-options.elements // options.shards), options.bandwidth / options.shards
-    bandwidths, latencies = (options.bandwidth, INSIDE_BANDWIDTH), (options.latency, INSIDE_LATENCY)
-    links = zip(bandwidths, latencies, strict=True)
-    network = Network(*(value for pair in links for value in (pair[0] * 1e9 / 8 * TCP_SHARE, pair[1] / 1e6)))
+    unit = 1e9 / 8 * TCP_SHARE  # bytes per second of 1 Gbit/s
+    network = Network(options.bandwidth * unit, options.latency / 1e6, INSIDE_BANDWIDTH * unit, INSIDE_LATENCY / 1e6)
     results = {"predicted": [row for density in options.densities for row in simulate(density, network, options)]}
     if options.check:
         results["checked"] = check(options)

@@ -18,7 +18,6 @@ medians. Bytes are those that host 0 sends over its link per step, with headers.
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -32,8 +31,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from benchmarks import report
-from benchmarks.network_lab import INTERFACE, NetworkLab
-from benchmarks.payload import MARK, read_results
+from benchmarks.network_lab import MARK, NetworkLab, interface_bytes, read_results
+from benchmarks.step_time_worker import is_past
 from lightning_sparse import DriftOptions, HardThreshold, ShardExchange, ShardModelAverager
 from recipes.gpt_wikitext.model import GPT
 
@@ -86,15 +85,6 @@ def interval_of(method: str) -> int:
     return int(method.partition("_every_")[2] or 1)
 
 
-def sent_bytes() -> int:
-    """Return the bytes that this host has sent over its link."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(numbers.split()[8])
-    return 0
-
-
 def work(seconds: float, steps: int) -> None:
     """Time all methods on a rank."""
     dist.init_process_group("gloo")
@@ -104,13 +94,13 @@ def work(seconds: float, steps: int) -> None:
         for _ in range(WARM_UP * interval_of(name)):
             step()
     samples: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": [], "density": []} for name in METHODS}
-    end = time.monotonic() + seconds
-    is_running = True
-    while is_running:
+    deadline, device = time.monotonic() + seconds, torch.device("cpu")
+    is_late = False
+    while not is_late:
         for name, (step, density) in methods.items():
             step()
             dist.barrier()
-            before, sent = time.perf_counter(), sent_bytes()
+            before, sent = time.perf_counter(), interface_bytes()[1]
             timed = max(steps, interval_of(name))  # at least one exchange per turn
             for _ in range(timed):
                 step()
@@ -119,10 +109,8 @@ def work(seconds: float, steps: int) -> None:
             dist.barrier()
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             samples[name]["seconds"].append(float(taken))
-            samples[name]["bytes"].append((sent_bytes() - sent) / timed)
-        flag = torch.tensor(float(time.monotonic() < end))
-        dist.broadcast(flag, 0)
-        is_running = bool(flag)
+            samples[name]["bytes"].append((interface_bytes()[1] - sent) / timed)
+        is_late = is_past(deadline, device)
     if dist.get_rank() == 0:
         floor = report.quartiles(samples[FLOOR]["seconds"])["median"]
         result: dict[str, Any] = {}
@@ -153,8 +141,7 @@ def main() -> None:
     with NetworkLab(2) as lab:
         for rate in options.rates:
             lab.shape(rate)
-            variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-            outputs = lab.run(command, timeout=1200 + 10 * options.seconds, workers_per_host=2, env=variables)
+            outputs = lab.run(command, timeout=1200 + 10 * options.seconds, workers_per_host=2)
             methods = read_results(outputs[:1])[0]
             rows = [
                 [

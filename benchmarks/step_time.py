@@ -43,8 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.network_lab import NetworkLab, start_on_loopback
-from benchmarks.payload import read_results
+from benchmarks.network_lab import NetworkLab, read_results, start_on_loopback
 
 UNSHAPED = "unshaped"
 RATES = ["200mbit", "1gbit", "10gbit", UNSHAPED]

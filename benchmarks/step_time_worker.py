@@ -24,7 +24,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import report
-from benchmarks.payload import MARK
+from benchmarks.network_lab import MARK
 from lightning_sparse import (
     DriftOptions,
     HardThreshold,
@@ -123,6 +123,9 @@ def make_sparsifier(method: str) -> HardThreshold | TopK | None:
 
 class Training:
     """A training with an exchange method."""
+
+    every = 1
+    """Steps between exchanges; a call of ``step`` makes as many."""
 
     def __init__(self, method: str, task: dict[str, Any], device: torch.device) -> None:
         self.method, self.device = method, device
@@ -262,6 +265,11 @@ class LocalTraining(Training):
                 parameter.copy_(anchor - factor * (anchor - parameter))
 
 
+def make_training(method: str, task: dict[str, Any], device: torch.device) -> Training:
+    """Return a training with a method's exchange."""
+    return (LocalTraining if parse_drift(method)[0] else Training)(method, task, device)
+
+
 def empty_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Return the gradient unchanged, to measure DDP without an exchange."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -303,8 +311,7 @@ class Collectives:
 
 def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Time steps of all methods in turn and return the results. Collective."""
-    kinds = [LocalTraining if parse_drift(method)[0] else Training for method in task["methods"]]
-    trainings = [kind(method, task, device) for kind, method in zip(kinds, task["methods"], strict=True)]
+    trainings = [make_training(method, task, device) for method in task["methods"]]
     for training in trainings:
         training.warm_up()
         training.logged.clear()

@@ -35,14 +35,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from benchmarks.network_lab import NetworkLab
-from benchmarks.payload import read_results
+from benchmarks.network_lab import NetworkLab, read_results
 from benchmarks.step_time import KEEP_MEMORY
-from benchmarks.step_time_worker import LocalTraining, Training, gather_slowest, parse_drift, run_worker
+from benchmarks.step_time_worker import Training, gather_slowest, make_training, run_worker
 
 METHODS = ["floor", "ddp_fp32", "hard_threshold_0.001", "drift_0.001", "drift_0.001_every_8", "drift_0.001_every_30"]
 STEPS = 30
-"""Steps per time, rounded up to a multiple of H."""
+"""Steps per timing, rounded up to a multiple of H."""
 
 
 def add_pause(loss: Callable[..., Any], draw: Callable[[], float]) -> Callable[..., Any]:
@@ -68,19 +67,19 @@ def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Time the methods in turn and return the results. Collective."""
     trainings: list[Training] = []
     for method in task["methods"]:
-        trainings.append((LocalTraining if parse_drift(method)[0] else Training)(method, task, device))
+        trainings.append(make_training(method, task, device))
         trainings[-1].warm_up()
         trainings[-1].loss = add_pause(trainings[-1].loss, make_pause(task))
     seconds: dict[str, list[float]] = {method: [] for method in task["methods"]}
     for _ in range(task["turns"]):
         for training in trainings:
-            rounds = -(-STEPS // getattr(training, "every", 1))
+            rounds = -(-STEPS // training.every)
             dist.barrier()
             started = time.perf_counter()
             for _ in range(rounds):
                 training.step()
             elapsed = time.perf_counter() - started
-            seconds[training.method].append(elapsed / (rounds * getattr(training, "every", 1)))
+            seconds[training.method].append(elapsed / (rounds * training.every))
     return {method: report.quartiles(gather_slowest(times, device)) for method, times in seconds.items()}
 
 
