@@ -37,16 +37,16 @@ OF_A_THRESHOLD = SCENARIOS | {
 }
 
 
-def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_size=None, steps=STEPS, rtol=1e-9):
+def assert_matches_simulation(results: list[Result], optimizer_name, plan, step_size=None, rtol=1e-9):
     model = build_model()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5) if step_size else None
-    records = simulate(model, optimizer, build_batches(len(results), steps=steps), plan, scheduler)
+    records = simulate(model, optimizer, build_batches(len(results)), plan, scheduler)
     for result in results:
         for name, expected in model.named_parameters():
             torch.testing.assert_close(result.weights[name], expected.data, rtol=rtol, atol=rtol / 100)
             assert torch.equal(result.weights[name], results[0].weights[name])
-        assert [step.step for step in result.steps] == list(range(steps))
+        assert [step.step for step in result.steps] == list(range(STEPS))
         for step, record in zip(result.steps, records, strict=True):
             assert step.density == pytest.approx(record.density, rel=1e-12, abs=0)
             assert step.error_norm == pytest.approx(record.error_norm, rel=1e-9, abs=1e-12)

@@ -260,14 +260,6 @@ def test_a_reset_leaves_the_memory_of_an_interrupted_exchange_to_its_collectives
     assert not any(bucket.drift is old for bucket, old in zip(averager.exchange.buckets, written, strict=True))
 
 
-@on_workers(2)
-def test_a_replaced_averager_must_not_step():
-    model = build_model()
-    old, _newer = (SparseModelAverager(model, HardThreshold(threshold=THRESHOLD)) for _ in range(2))
-    with pytest.raises(RuntimeError, match="A newer averager has the same weights"):
-        old.step()
-
-
 def train_unfreezing(looks_at):
     """Unfreeze a layer between two exchanges; use averaged weights after some steps."""
     model = build_model()
@@ -323,3 +315,30 @@ def test_a_new_buffer_is_averaged_when_all_workers_have_it():
             averager.snapshot(averager.workers)
         averager.step()
         assert not hasattr(model, "lazy") or model.lazy.item() == expected
+
+
+@on_workers(2)
+def test_blocks_of_averaged_weights_may_be_nested():
+    model = nn.Linear(3, 3)
+    averager = SparseModelAverager(model, HardThreshold(threshold=1e9))
+    with torch.no_grad():
+        model.weight += dist.get_rank()
+    with averager.averaged_weights():
+        with averager.averaged_weights():
+            inside = flat(model)
+        assert torch.equal(flat(model), inside)
+    assert torch.equal(*of_all_workers(inside))
+    assert not torch.equal(*of_all_workers(flat(model)))
+
+
+class Outer:
+    """A callable object as a command line creates it from YAML, whose repr shows only an address."""
+
+    def __call__(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+@on_workers(2)
+def test_averagers_accept_callable_outer_optimizers():
+    for outer in (Outer(), partial(Outer.__call__, Outer())):
+        averaged_by(outer).close()

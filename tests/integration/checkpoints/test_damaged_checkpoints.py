@@ -5,7 +5,6 @@ import os
 import random
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -27,6 +26,7 @@ from lightning_sparse import (
 from lightning_sparse.checkpointing.content import KEY
 from lightning_sparse.checkpointing.files import WholeFileCheckpointIO
 from lightning_sparse.checkpointing.restoring import restore
+from tests.distributed.drift.drift_simulation import NESTEROV
 from tests.integration.models import Classifier, adam, data, quiet_trainer
 from tests.integration.strategies.hsdp_models import Sharded
 from tests.integration.strategies.hsdp_models import data as shard_data
@@ -35,13 +35,12 @@ from tests.workers import on_workers, run_workers
 CASES = 120
 """Number of seeds for each strategy. A manual run of 1,000 seeds each also passed."""
 
-OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9)
 STRATEGIES: dict[str, Any] = {
     "ddp": lambda: DDPHardThresholdStrategy(density=0.1, calibration_steps=3),
-    "local": lambda: LocalHardThresholdStrategy(threshold=0.02, keep_drift=False, outer_optimizer=OUTER),
+    "local": lambda: LocalHardThresholdStrategy(threshold=0.02, keep_drift=False, outer_optimizer=NESTEROV),
     "hsdp": lambda: HSDPHardThresholdStrategy(threshold=0.1, replicas=2, save_distributed_checkpoint=False),
     "local_hsdp": lambda: LocalHSDPHardThresholdStrategy(
-        threshold=0.02, replicas=2, keep_drift=False, outer_optimizer=OUTER, save_distributed_checkpoint=False
+        threshold=0.02, replicas=2, keep_drift=False, outer_optimizer=NESTEROV, save_distributed_checkpoint=False
     ),
     "simulated": lambda: SimulatedWorkersStrategy(HardThreshold(density=0.1), 2),
 }

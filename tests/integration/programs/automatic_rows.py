@@ -30,9 +30,9 @@ from tests.integration.programs.world import Row, Run
 class AscendingOptimizer(torch.optim.Optimizer):
     """Sharpness-aware minimization: evaluates its closure twice per step, first to ascend."""
 
-    def __init__(self, parameters: Any, radius: float = 0.05) -> None:
+    def __init__(self, parameters: Any) -> None:
         super().__init__(list(parameters), {"lr": 0.1})
-        self.radius = radius
+        self.radius = 0.05
         self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
         self.param_groups = self.base_optimizer.param_groups
 

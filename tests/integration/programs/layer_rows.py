@@ -16,11 +16,11 @@ from tests.integration.programs.loops import BATCHES, every_batch, loops, two_ba
 from tests.integration.programs.world import Row, Run, World
 
 
-def seeded(module: nn.Module, scale: float = 0.3) -> nn.Module:
+def seeded(module: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return module
 
 

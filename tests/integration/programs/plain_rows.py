@@ -1,6 +1,5 @@
 """Custom loops around DistributedDataParallel: rare steps, dropped gradients, unsynchronized backwards."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -219,8 +218,8 @@ def joined(runs: list[Run]) -> None:
     torch.testing.assert_close(runs[0].state, runs[1].state, rtol=0, atol=0)
 
 
-def clamps(make_model: Callable[[], nn.Module] = Classifier) -> nn.Module:
-    model = make_model()
+def clamps() -> nn.Module:
+    model = Classifier()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     return model

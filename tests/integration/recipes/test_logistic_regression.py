@@ -25,11 +25,11 @@ from tests.integration.recipes.recipe_runs import DATA, needs_data
 KEYS = ["dataset", "sharding", "method", "seed", "iteration"]
 
 
-def classified(num_examples=60, num_elements=12):
+def classified(num_examples=60):
     """Features of different scales and labels that no plane separates."""
     generator = torch.Generator().manual_seed(1)
-    features = torch.randn(num_examples, num_elements, generator=generator, dtype=torch.float64)
-    features *= torch.linspace(0.5, 2, num_elements, dtype=torch.float64)
+    features = torch.randn(num_examples, 12, generator=generator, dtype=torch.float64)
+    features *= torch.linspace(0.5, 2, 12, dtype=torch.float64)
     noise = torch.randn(num_examples, generator=generator, dtype=torch.float64)
     return features, torch.where(features.sum(dim=1) + 3 * noise > 0, 1.0, -1.0).double()
 

@@ -1,21 +1,7 @@
-import dataclasses
-
 import pytest
 import torch
 
-from lightning_sparse import StepStats
-from lightning_sparse.engine.step_stats import LayerStats
-from lightning_sparse.selection.statistics import STATISTICS, Statistic, combined, squared_norm
-
-
-def test_the_table_names_the_fields_of_statistics():
-    of_step, of_layer = ({field.name for field in dataclasses.fields(kind)} for kind in (StepStats, LayerStats))
-    for statistic in STATISTICS:
-        if statistic.name != "largest_slice":  # only the exchange reads it
-            assert statistic.name in of_step
-            assert statistic.workers or not statistic.in_header
-        assert not statistic.per_layer or statistic.name in of_layer
-        assert statistic.logged is None or statistic.logged in of_step or hasattr(StepStats, statistic.logged)
+from lightning_sparse.selection.statistics import Statistic, combined, squared_norm
 
 
 def test_each_statistic_has_its_own_rule_of_combination():

@@ -76,9 +76,8 @@ def test_only_the_exchange_communicates(path):
     assert "torch.distributed.checkpoint" not in imported_modules(path)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_has_at_most_300_lines(path):
-    assert len(path.read_text().splitlines()) <= 300
+def test_a_module_has_at_most_300_lines():
+    assert [path for path in SOURCES if len(path.read_text().splitlines()) > 300] == []
 
 
 def test_a_folder_has_at_most_14_modules():

@@ -138,7 +138,10 @@ def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
     ("kind", "arguments", "message"),
     [
         (HardThreshold, {"threshold": -1.0}, "Invalid threshold=-1.0. Must be a finite number of at least 0"),
+        (HardThreshold, {"threshold": NAN}, "Invalid threshold=nan. Must be a finite number of at least 0"),
+        (HardThreshold, {"threshold": 10**400}, "Invalid threshold=1000.* Must be a finite number of at least 0"),
         (HardThreshold, {"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
+        (HardThreshold, {"density": 1.5}, r"Invalid density=1.5. Must be within \(0, 1\]"),
         (HardThreshold, {"density": "0.01"}, r"Invalid density='0.01'. Must be within \(0, 1\]"),
         (HardThreshold, {"threshold": True}, "Invalid threshold=True"),
         (HardThreshold, {"calibration_steps": 0}, "Invalid calibration_steps=0. Must be a whole number of at least 1"),
@@ -147,6 +150,7 @@ def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
         (HardThreshold, {"calibration_steps": 9, "threshold": 1.0}, "calibration_steps needs a density. Leave"),
         (HardThreshold, {"calibration_steps": 9, "threshold": 1.0, "density": 0.1}, "Got both threshold=1.0 and densi"),
         (HardThreshold, {"layer_thresholds": {"*": 0.0, "a*": -0.5}}, r"layer_thresholds\['a\*'\]=-0.5. Must be a"),
+        (HardThreshold, {"layer_thresholds": {1: 0.1}}, "Must be λ by pattern of names, not by 1"),
         (TopK, {"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'."),
         (TopK, {"density": "0.1"}, r"Invalid density='0.1'. Must be within \(0, 1\]"),
         (RandomK, {"density": 0.0}, r"Invalid density=0.0. Must be within \(0, 1\]"),
@@ -173,5 +177,5 @@ def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
     ],
 )
 def test_invalid_settings_raise_with_value_and_allowed_range(kind, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         kind(**arguments)

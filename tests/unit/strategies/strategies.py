@@ -28,8 +28,8 @@ def edge_values():
 
 
 @st.composite
-def layouts(draw, max_layers=6, max_size=40):
-    sizes = draw(st.lists(st.integers(0, max_size), max_size=max_layers))
+def layouts(draw):
+    sizes = draw(st.lists(st.integers(0, 40), max_size=6))
     return LayerLayout(tuple(f"layer{i}.weight" for i in range(len(sizes))), tuple(sizes))
 
 
