@@ -8,10 +8,21 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sparse import DriftOptions, GradientOptions, HardThreshold, SparseModelAverager, TopK, register_comm_hook
+from lightning_sparse import (
+    DriftOptions,
+    GradientOptions,
+    HardThreshold,
+    ShardExchange,
+    ShardModelAverager,
+    SparseModelAverager,
+    TopK,
+    register_comm_hook,
+)
 from lightning_sparse.exchange import buffers
 from tests.markdown import PROJECT
 from tests.workers import run_workers
@@ -143,6 +154,42 @@ def test_bytes_per_parameter(name):
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in ON_A_CPU])
 def test_bytes_per_parameter_on_a_gpu(name):
     check(name, "cuda", within=1.0)  # work space of the kernels, and the allocator's blocks
+
+
+def measure_shards(kind, options):
+    """Return bytes per parameter of a rank's shard after a usual step."""
+    buffers.STEPS_BEFORE_FREE = 10
+    torch.manual_seed(dist.get_rank())
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    fully_shard(module, mesh=mesh["shard"])
+    count = _OnTheCpu()
+    gc.collect()
+    gc.disable()
+    with count:
+        averager = kind(module, mesh["replicate"], ONE_PERCENT, options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.001 if kind is ShardModelAverager else 0.0)
+    for _ in range(30):
+        inputs, directions = torch.randn(2, 8, WIDTH)
+        module(inputs).mul(directions).sum().backward()
+        if kind is ShardExchange:
+            with count:
+                averager.average_gradients()
+        optimizer.step()
+        if kind is ShardModelAverager:
+            with count:
+                averager.step()
+        optimizer.zero_grad()
+    return count.held / PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [(ShardExchange, None, 4), (ShardModelAverager, DriftOptions(keep_drift=False), 12)],
+)
+def test_bytes_per_parameter_of_a_shard(kind, options, expected):
+    for measured in run_workers(measure_shards, 2, kind, options, new=True):
+        assert expected <= measured < expected + 1  # payloads and their buffers
 
 
 def check(name, device, within=0.5):

@@ -70,7 +70,8 @@ def hooked(kind: str) -> None:
     optimizer = torch.optim.SGD((net if kind == "a head in no optimizer" else ddp).parameters(), lr=0.05)
     for batch in batches(30):
         ddp(batch).backward()
-        optimizer.step()
+        if kind != "no step":
+            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -118,6 +119,7 @@ ROWS: dict[tuple[Any, str], str | None] = {
     (hooked, "a head in no optimizer"): (
         r"2 parameters get gradients, but no optimizer stepped on them in 20 steps \(1.bias, 1.weight\)"
     ),
+    (hooked, "no step"): "the gradients of 20 backwards were dropped, and no torch.optim.Optimizer has stepped",
     (sharded, "one call"): None,
     (sharded, "in a closure"): None,
     (sharded, "no call"): r"Adam stepped on 4 gradients that average_gradients\(\) had not averaged",
@@ -199,7 +201,7 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
 
 @pytest.mark.parametrize("joins", [False, True])
 @on_workers(2)
-def test_a_line_search_or_join_causes_no_message_of_dropped_gradients(joins: bool) -> None:
+def test_dropped_gradients_cause_a_message_but_not_those_of_a_line_search_or_join(joins: bool) -> None:
     net = build()
     ddp = DistributedDataParallel(net)
     register_comm_hook(ddp, HardThreshold(threshold=0.0))
@@ -218,4 +220,11 @@ def test_a_line_search_or_join_causes_no_message_of_dropped_gradients(joins: boo
         with messages_of(messages), ddp.join(enable=joins):
             for batch in batches(4 + 6 * dist.get_rank() * joins):
                 optimizer.step(partial(closure, batch))
-    assert not [message for message in messages if "dropped" in message]
+    dropped = "gradients were dropped before an optimizer stepped on them"
+    assert not [message for message in messages if dropped in message]
+    with messages_of(messages):
+        for batch in batches(2):
+            optimizer.zero_grad()
+            ddp(batch).square().mean().backward()
+    if dist.get_rank() == 0:
+        assert len([message for message in messages if dropped in message]) == 1

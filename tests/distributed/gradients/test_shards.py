@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sparse import ExchangeOptions, HardThreshold, ShardExchange
+from lightning_sparse import ExchangeOptions, HardThreshold, ShardExchange, SparseModelAverager
 from lightning_sparse.engine import grouping
 from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter
@@ -181,6 +181,8 @@ def test_random_trainings_equal_plain_replicas(seed):
 @on_workers(4, new=True)
 def test_shard_exchange_raises_on_misuse():
     mesh, model, sparsifier = build_mesh(2, 2), build_network(), HardThreshold(threshold=0.1)
+    with torch.device("meta"):
+        empty = sharded(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)), mesh["shard"])
     for make, message in (
         (lambda: ShardExchange(model, mesh, sparsifier), "Must be the dimension of replicas alone"),
         (lambda: ShardExchange(model, mesh["replicate"], sparsifier), "0.weight is not sharded"),
@@ -189,6 +191,8 @@ def test_shard_exchange_raises_on_misuse():
             "and the mesh of replicas, ",
         ),
         (lambda: ShardExchange(model, mesh["replicate"], 0.1), "Expected a sparsifier"),
+        (lambda: ShardExchange(empty, mesh["replicate"], sparsifier), "is on the meta device"),
+        (lambda: SparseModelAverager(sharded(build_network(), mesh["shard"]), sparsifier), "use ShardModelAverager"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             make()

@@ -2,16 +2,18 @@
 
 import os
 import re
+from collections.abc import Mapping
 from itertools import product
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor
 
 from lightning_sparse import (
     DDPHardThresholdStrategy,
@@ -24,6 +26,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.checkpointing.content import KEY, WRITERS
+from lightning_sparse.exchange.sharded_tensors import full_tensors
 from tests.integration.models import assert_equal, clones, messages_of, quiet_trainer, warnings_of
 from tests.integration.strategies.hsdp_models import Sharded, data, whole_weights
 from tests.workers import run_workers
@@ -33,7 +36,24 @@ OTHER_NUMBER = {
     "gradients": "each starts from the mean of the old residuals",
     "drifts": "all begin with the mean of the old weights",
 }
-Resumed = tuple[list[float], list[str], list[str], dict[str, torch.Tensor]]
+
+
+class Resumed(NamedTuple):
+    """The start of a resumed training on a rank, in whole tensors.
+
+    Attributes:
+        squares: the squared norm of each worker's unsent values.
+        weights: the parameters by name.
+        momentum: the optimizer's buffers by the number of the parameter.
+        warned: all warnings.
+        messages: all messages, or the error.
+    """
+
+    squares: list[float]
+    weights: dict[str, Tensor]
+    momentum: dict[int, Tensor]
+    warned: list[str]
+    messages: list[str]
 
 
 def hsdp(num_workers: int, **options: Any) -> Any:
@@ -66,16 +86,26 @@ NOTHING_UNSENT = {"local", "local_hsdp file"}
 """Strategies that keep unsent drifts in the weights of each worker; the file holds the mean weights."""
 
 
-def notes_start(squares: list[float], weights: dict[str, torch.Tensor]) -> Callback:
-    """Return a callback that notes the weights, and the squared norm of unsent values of each worker."""
+def notes_start(start: Resumed) -> Callback:
+    """Return a callback that notes weights, momentum and the squared norm of unsent values of each worker."""
 
     def note(trainer: Any, module: Any) -> None:
-        weights.update(clones(whole_weights(module).items()))
-        for state in getattr(getattr(trainer.strategy, "workers", None), "each", [trainer.strategy.state]):
-            held = state.snapshot().own.get("unsent", {})
-            squares.append(sum(float(tensor.double().square().sum()) for tensor in held.values()))
+        start.weights.update(clones(whole_weights(module).items()))
+        start.momentum.update(momentum_of(trainer))
+        for averager in getattr(trainer.strategy, "averagers", []):
+            held = averager.snapshot().own.get("unsent", {})
+            start.squares.append(sum(float(tensor.double().square().sum()) for tensor in held.values()))
 
     return LambdaCallback(on_train_start=note)
+
+
+def momentum_of(trainer: Any) -> dict[int, Tensor]:
+    buffers = [state["momentum_buffer"] for state in trainer.optimizers[0].state.values()]
+    return clones(enumerate(map(full_tensors, buffers)))
+
+
+def saved_momentum(file: Mapping[str, Any]) -> dict[int, Tensor]:
+    return {number: state["momentum_buffer"] for number, state in file["optimizer_states"][0]["state"].items()}
 
 
 def _processes(name: str, num_workers: int) -> int:
@@ -99,15 +129,14 @@ def folder(tmp_path_factory: Any) -> Path:
 
 
 def _resume_from(path: str, reader: str, num_workers: int) -> Resumed:
-    """Return squared norms of unsent values after a resume, warnings, messages, and weights."""
-    unsent, warned, messages, weights = list[float](), list[str](), list[str](), dict[str, torch.Tensor]()
-    trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[notes_start(unsent, weights)])
-    with messages_of(messages), warnings_of(warned):
+    start = Resumed([], {}, {}, [], [])
+    trainer = quiet_trainer(STRATEGIES[reader](num_workers), max_steps=END, callbacks=[notes_start(start)])
+    with messages_of(start.messages), warnings_of(start.warned):
         try:
             trainer.fit(Sharded(), data(), ckpt_path=path)
         except ValueError as error:
-            messages = [f"ValueError: {error}"]
-    return unsent, warned, messages, weights
+            start.messages[:] = [f"ValueError: {error}"]
+    return start
 
 
 def _resume(reader: str, num_workers: int, folder: str) -> dict[str, Resumed]:
@@ -134,27 +163,32 @@ def _consolidated(folder: str, reader: str, writer: str) -> Resumed:
 def test_a_consolidated_checkpoint_causes_a_warning_of_lost_state(
     folder: Path, reader: str, writer: str, starts: str
 ) -> None:
-    (unsent, warned, *_), _ = run_workers(_consolidated, 2, str(folder), reader, writer, process_group=False)
-    assert unsent == [0]
+    start, _ = run_workers(_consolidated, 2, str(folder), reader, writer, process_group=False)
+    assert start.squares == [0]
     missing = rf"the checkpoint holds no .* \(its folder lightning_sparse is missing\)\. .*{starts}"
-    assert any(re.search(missing, text) for text in warned)
+    assert any(re.search(missing, text) for text in start.warned)
 
 
 def _resume_plainly(folder: str) -> None:
-    started: list[dict[str, torch.Tensor]] = []
     for writer in STRATEGIES:
         path = Path(folder, writer)
         if path.is_dir():
             continue
-        look = LambdaCallback(on_train_start=lambda _, module: started.append(clones(module.state_dict().items())))
-        trainer = quiet_trainer("ddp", max_steps=END, callbacks=[look])
+        start = Resumed([], {}, {}, [], [])
+        trainer = quiet_trainer("ddp", max_steps=END, callbacks=[notes_start(start)])
         trainer.fit(Sharded(), data(), ckpt_path=path)
         assert trainer.global_step == END, writer
-        assert_equal(started.pop(), torch.load(path, weights_only=True)["state_dict"], writer)
+        assert_starts_as_saved(start, path, writer)
 
 
 def test_plain_ddp_resumes_from_every_file(folder: Path) -> None:
     run_workers(_resume_plainly, 2, str(folder), process_group=False)
+
+
+def assert_starts_as_saved(start: Resumed, path: Path, writer: str) -> None:
+    saved = torch.load(path, weights_only=True)
+    assert_equal(start.weights, saved["state_dict"], writer)
+    assert_equal(start.momentum, saved_momentum(saved), writer)
 
 
 def _unsent_norm(path: Path) -> float | None:
@@ -176,16 +210,22 @@ def test_a_resume_keeps_unsent_values_or_warns_of_their_loss(reader: str, num_wo
     )
     family = next(kind for kind, names in FAMILIES.items() if reader in names)
     for writer in STRATEGIES:
-        squares = [square for result in results for square in result[writer][0]]
-        _, warned, messages, weights = results[0][writer]
+        starts = [result[writer] for result in results]
+        squares = [square for start in starts for square in start.squares]
+        warned, messages = starts[0].warned, starts[0].messages
         kind = next((kind for kind, names in FAMILIES.items() if writer in names), None)
         lost = _matching(warned, "are lost")
         assert len(_matching(messages, "the sparsifier differs from the checkpoint's")) <= 1, writer
         if "folder" in writer and "hsdp" not in reader:
             assert re.search("is a folder, but .* resume with one of these", messages[0]), writer
             continue
-        if "folder" not in writer and (family == "gradients" or kind != family):  # else each worker has its own
-            assert_equal(weights, torch.load(folder / writer, weights_only=True)["state_dict"], writer)
+        if "folder" not in writer:
+            saved_file = torch.load(folder / writer, weights_only=True)
+            if family == "gradients" or kind != family:  # else each worker has its own weights
+                assert_equal(starts[0].weights, saved_file["state_dict"], writer)
+            if family == "gradients" or kind != family or num_workers == 3 or ("hsdp" in reader) != ("hsdp" in writer):
+                for start in starts:
+                    assert_equal(start.momentum, saved_momentum(saved_file), writer)
         unsent = sqrt(sum(squares) / len(squares))
         if kind is None:
             assert (lost, unsent) == ([], 0), writer

@@ -122,6 +122,15 @@ def test_gathering_residuals_needs_less_memory_than_the_residuals_of_a_worker(ki
     assert growth - held < 0.85 * residual_bytes
 
 
+@on_workers(2)
+def test_a_save_in_the_middle_of_another_save_has_no_residuals_and_says_why() -> None:
+    state = register_comm_hook(DistributedDataParallel(torch.nn.Linear(2, 2)), HardThreshold(threshold=0.02))
+    state.residuals.load_state_dict({"layer": torch.ones(3)})
+    state.save_barrier.is_saving = True
+    content = collect_together(state, "full", None)
+    assert (content["workers"], content["why_incomplete"]) == ([], "it was saved in the middle of another save")
+
+
 class DataForCli(LightningDataModule):
     """Provides ResumableData to LightningCLI."""
 

@@ -300,12 +300,14 @@ class LocalJudge(Judge):
             step = self._check_workers(saved, name, problems)
         else:
             holds = str(why_not)
-            # Weights are the mean if a worker failed after averaging, while states were gathered.
             known = [(step, state.anchor) for step, state in enumerate(self.states)]
-            known += [(step, state.mean) for step, state in enumerate(self.states)]
+            if "gathering" in why_not:  # after weights were averaged
+                known = [(step, state.mean) for step, state in enumerate(self.states)]
             step = next((step for step, layers in known if same(weights, layers)), None)
-            if step is None and "changed" not in why_not and "failed" not in why_not:
-                problems.append(f"{name}: the weights are not the anchor of any step")
+            if step is None and "changed" not in why_not:
+                problems.append(f"{name}: the weights are not the anchor or mean of any step")
+            if content["numbers"] is not None:
+                problems.append(f"{name} has λ")
             if content["workers"]:
                 problems.append(f"{name} has drifts, but states a reason for missing drifts: {why_not}")
         digest = hashlib.sha256(repr((step, saved["global_step"], holds)).encode())

@@ -137,6 +137,16 @@ def _check_images(folder: str) -> None:
 
 
 @on_workers(1, process_group=False)
+def test_without_matplotlib_a_warning_replaces_the_image(tmp_path: Path) -> None:
+    monitor, strategy = DensityMonitor(), SimulatedWorkersStrategy(TopK(0.1), 2)
+    trainer = quiet_trainer(strategy, callbacks=[monitor], logger=TensorBoardLogger(str(tmp_path)))
+    absent = mock.patch.object(type(monitor._history), "figure", side_effect=ModuleNotFoundError)
+    with absent, pytest.warns(UserWarning, match="DensityMonitor needs matplotlib"):
+        trainer.fit(Classifier(), data(), data())
+    assert trainer.global_step == 3
+
+
+@on_workers(1, process_group=False)
 def test_the_image_shows_layers_in_the_order_of_the_model() -> None:
     monitor, strategy = DensityMonitor(), SimulatedWorkersStrategy(TopK(0.1), 2)
     quiet_trainer(strategy, callbacks=[monitor]).fit(Classifier(), data(), data())

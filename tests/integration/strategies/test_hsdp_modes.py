@@ -187,6 +187,7 @@ class Forgotten(Sharded):
         (Sharded, {"replicas": 3}, {}, "4 ranks, which cannot form 3 replicas"),
         (Sharded, {"tensor_parallel_size": 4}, {}, "4 ranks, which cannot form 2 replicas of equal size with"),
         (Sharded, {}, {"precision": "16-mixed"}, "Choose a different precision"),
+        (Sharded, {}, {"precision": "64-true"}, "Choose a different precision"),
         (Sharded, {}, {"is_scaled": True}, "Scaled losses (precision='16-mixed') are not supported"),
         (Sharded, {"threshold": [0.1, 0.1, 0.2, 0.2]}, {}, "workers differ in"),
         (Sharded, {"threshold": [0.1, 0.2]}, {}, "workers differ in"),
@@ -279,7 +280,7 @@ def test_a_wait_beyond_the_timeout_raises(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         fit(GRADIENTS(threshold=0.0, replicas=2, timeout=timedelta(seconds=3)), Sleeping(tmp_path))
     (tmp_path / str(dist.get_rank())).touch()
-    assert dist.get_rank() == 3 or time.monotonic() - started < 11
+    assert dist.get_rank() == 3 or 3 <= time.monotonic() - started < 11
 
 
 class Wrapped(Sharded):

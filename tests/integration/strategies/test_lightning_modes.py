@@ -117,6 +117,15 @@ def test_residuals_equal_the_sum_of_each_workers_gradients(name: str) -> None:
     torch.testing.assert_close(residuals, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(Classifier, {"find_unused_parameters": True}), (Classifier, {"static_graph": True}), (ManualClassifier, {})],
+)
+@on_workers(2, process_group=False)
+def test_gradients_are_no_views_of_buckets_where_a_backward_would_overwrite_them(make: Any, options: Any) -> None:
+    assert train(make(), {"threshold": 0.1} | options, max_steps=1)["views"] == [False]
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 @on_workers(2, process_group=False)
 def test_threshold_zero_equals_stock_ddp_in_every_precision(precision: str) -> None:

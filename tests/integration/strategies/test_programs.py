@@ -15,6 +15,7 @@ import pytest
 from tests.integration.models import assert_equal
 from tests.integration.programs.running import FIRST_OF_PARTS, ROWS, Outcome, compare, run_rows
 from tests.integration.programs.world import PAIRS
+from tests.markdown import PROJECT
 
 CHUNK = 10
 """Rows that share one start of workers."""
@@ -77,6 +78,10 @@ def test_a_program_trains_as_in_its_reference_world(name, outcomes):
             assert worker["sparse"].sent == sum(other["oracle"].sent for other in workers)
     if row.warns_of:
         assert new_warnings(row, workers[0]["sparse"], workers[0]["ddp"]) == row.warns_of
+
+
+def test_the_documentation_names_the_number_of_programs():
+    assert f"{len(ROWS)} training programs" in " ".join((PROJECT / "docs/reliability.md").read_text().split())
 
 
 @contextmanager

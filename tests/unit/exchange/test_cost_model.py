@@ -8,6 +8,7 @@ from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import CAPACITY_STEP
 from lightning_sparse.exchange.routes.cost_model import MIN_CAPACITY, Costs, Forecast, speeds
 from lightning_sparse.exchange.workers import Workers
+from tests.markdown import PROJECT
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**6), max_size=30), st.integers(0, 10**6))
@@ -100,3 +101,12 @@ def test_a_gpu_takes_sparse_routes_only_on_links_where_they_win(num_workers, siz
     exchange._forecasts["selected"][0, size] = Forecast.first(int(k))
     exchange._forecasts["slices"][0, size] = Forecast.first(int(k / num_workers))
     assert exchange._route((0, size), costs, on_gpu=True) == route
+
+
+@pytest.mark.parametrize(("num_workers", "times"), [(8, 17), (64, 3)])
+def test_at_one_percent_a_worker_receives_as_many_times_fewer_bytes_as_documented(num_workers, times):
+    elements = 11_170_000  # ResNet-18
+    received = Costs(num_workers, elements, 4, 4).received_bytes(0.01 * elements, 0.01 * elements / num_workers)
+    assert round(received["dense"] / min(received.values())) == times
+    words = f"Each of {num_workers} receives" if num_workers > 8 else f"each of {num_workers} workers receives"
+    assert f"{words} {times} times fewer" in " ".join((PROJECT / "README.md").read_text().split())

@@ -164,6 +164,15 @@ def test_in_order_rejects_other_types_than_selections(selection):
     assert in_order((torch.arange(0), torch.ones(0)), 4, torch.float32).indices.tolist() == []
 
 
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [([2, 0, 2], "index 2 twice"), ([-1], "index -1 of a bucket"), ([4], "index 4 of a bucket")],
+)
+def test_in_order_rejects_repeated_and_outer_indices(indices, message):
+    with pytest.raises(ValueError, match=message):
+        in_order((torch.tensor(indices), torch.ones(len(indices))), 4, torch.float32)
+
+
 @pytest.mark.parametrize("marks", [None, torch.ones(4), torch.ones(3, dtype=torch.bool)])
 def test_marks_must_be_a_mask_of_the_bucket(marks):
     with pytest.raises(TypeError, match=r"A sparsifier marked .*\. Return a mask of torch.bool of shape \(4,\)"):
