@@ -37,7 +37,7 @@ COLLECTIVES = (
 PARTS: dict[Any, tuple[str, ...]] = {
     SparseState: ("receive", "_begin_step", "_prepare", "_end_step"),
     extraction: ("sent_and_kept", "compensate", "keep_residual"),
-    Exchange: ("open", "start", "finish"),
+    Exchange: ("new_transfer", "start", "finish"),
     Pending: ("wait",),
     ResidualMemory: ("keep", "commit"),
     PendingGradients: ("end_exchange", "note_gradients", "_step_begins", "_step_ends"),
