@@ -1,4 +1,4 @@
-"""Points of a training at which a fault can strike: before and after functions and collectives of the package."""
+"""Points of a training at which a fault can be injected: before and after functions and collectives of the package."""
 
 import functools
 import os
@@ -76,16 +76,16 @@ class Fault:
     Args:
         way: ``"raise"``, ``"SIGUSR1"``, ``"SIGINT"`` or ``"SIGKILL"``.
         points: by rank; None for a worker without a fault.
-        then: a second fault, which strikes after the first.
+        then: a second fault, injected after the first.
     """
 
     way: str
     points: tuple[Point | None, ...]
     then: "Fault | None" = None
 
-    def strokes(self, rank: int) -> list[tuple[str, Point]]:
+    def injections(self, rank: int) -> list[tuple[str, Point]]:
         """Return the way and point of each fault of this worker, in order."""
-        point, later = self.points[rank], [] if self.then is None else self.then.strokes(rank)
+        point, later = self.points[rank], [] if self.then is None else self.then.injections(rank)
         return later if point is None else [(self.way, point), *later]
 
     @property
@@ -111,7 +111,7 @@ class Injected(RuntimeError):
 class Injector:
     """Injects each fault of this worker once, and records all points that the worker reaches."""
 
-    strokes: list[tuple[str, Point]]
+    injections: list[tuple[str, Point]]
     log: Path
     window: str = "set-up"
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -121,9 +121,9 @@ class Injector:
         here = Point(self.window, name, self.counts[self.window, name])
         self.counts[self.window, name] += 1
         self.trace.append(here)
-        if not self.strokes or here != self.strokes[0][1]:
+        if not self.injections or here != self.injections[0][1]:
             return
-        way, _ = self.strokes.pop(0)
+        way, _ = self.injections.pop(0)
         self.window = AFTERWARDS
         self.log.touch()
         if way == "raise":

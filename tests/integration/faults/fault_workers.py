@@ -164,7 +164,7 @@ def _be_a_worker(case: Case, folder: str, function: Callable[..., None], args: A
 
 
 def train(rank: int, case: Case, folder: Path, fault: Fault) -> None:
-    injector = Injector(fault.strokes(rank), folder / f"struck {rank}")
+    injector = Injector(fault.injections(rank), folder / f"injected {rank}")
     with injector.watching():
         try:
             result = fit(case, folder, injector, STEPS)

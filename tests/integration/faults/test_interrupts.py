@@ -1,6 +1,6 @@
 """After an exception, a signal or a kill at any point, the checkpoint is correct or names the missing state.
 
-Every row injects faults into one training. ``tests.integration.faults.fault_judge`` loads all remaining files with
+Every row injects faults into one training. ``tests.integration.faults.fault_checker`` loads all remaining files with
 ``weights_only=True``, compares them with a simulation in plain tensors, resumes from them, and compares again.
 A row states its further expectations.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.integration.faults.fault_judge import Judge, LocalJudge, Outcome
+from tests.integration.faults.fault_checker import CheckpointChecker, LocalCheckpointChecker, Outcome
 from tests.integration.faults.fault_points import AFTERWARDS, Fault, Point
 from tests.integration.faults.fault_training import State, simulate
 from tests.integration.faults.fault_workers import HANG, THRESHOLD, Case, trace
@@ -70,20 +70,20 @@ class Row(NamedTuple):
     finishes: bool = False
 
 
-def strike(case: Case, way: str, whom: str, point: Point, then: Fault | None = None) -> Fault:
+def fault_at(case: Case, way: str, whom: str, point: Point, then: Fault | None = None) -> Fault:
     """Return a fault at one point on the first, the last or all workers."""
     ranks = {FIRST: [0], LAST: [case.num_workers - 1], ALL: range(case.num_workers)}[whom]
     return Fault(way, tuple(point if rank in ranks else None for rank in range(case.num_workers)), then)
 
 
 def row(case: Case, way: str, whom: str, point: Point, saved: str, *, finishes: bool = False) -> Row:
-    return Row(case, strike(case, way, whom, point), saved, finishes)
+    return Row(case, fault_at(case, way, whom, point), saved, finishes)
 
 
 def then_killed(case: Case, name: str, saved: str) -> Row:
     """Return a row in which all workers raise, and the last is killed in the save that follows."""
-    death = strike(case, "SIGKILL", LAST, Point(AFTERWARDS, name))
-    return Row(case, strike(case, "raise", ALL, IN_BACKWARD, death), saved)
+    death = fault_at(case, "SIGKILL", LAST, Point(AFTERWARDS, name))
+    return Row(case, fault_at(case, "raise", ALL, IN_BACKWARD, death), saved)
 
 
 FIRST_BACKWARD = Point("step 0", "backward", 1)
@@ -163,7 +163,7 @@ def faults_of(case: Case) -> list[Fault]:
         for way, whom in itertools.islice(turn, 4 * len(kinds)):
             if found == 2:
                 break
-            fault = strike(case, way, whom, point)
+            fault = fault_at(case, way, whom, point)
             if all(point in traces[rank] for rank in fault.ranks):
                 found += fault not in faults
                 faults[fault] = None
@@ -186,17 +186,17 @@ def samples() -> list[Pair]:
 def run_pairs(pairs: list[Pair]) -> dict[Pair, Outcome]:
     """Return the outcome of each fault; run several trainings at once, first those in which workers wait."""
     pairs = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1].is_everywhere)
-    judges = {case: (LocalJudge if case.is_local else Judge)(case) for case, _ in pairs}
+    checkers = {case: (LocalCheckpointChecker if case.is_local else CheckpointChecker)(case) for case, _ in pairs}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_A_TIME) as pool:
         folders = [Path(name) / str(number) for number in range(len(pairs))]
         for folder in folders:
             folder.mkdir()
-        list(pool.map(lambda judge: judge.prepare(), judges.values()))
-        outcomes = list(pool.map(lambda pair, folder: judges[pair[0]].strike(pair[1], folder), pairs, folders))
-        of_case: dict[Case, list[tuple[Outcome, Path]]] = {case: [] for case in judges}
+        list(pool.map(lambda checker: checker.prepare(), checkers.values()))
+        outcomes = list(pool.map(lambda pair, folder: checkers[pair[0]].inject(pair[1], folder), pairs, folders))
+        of_case: dict[Case, list[tuple[Outcome, Path]]] = {case: [] for case in checkers}
         for outcome, folder in zip(outcomes, folders, strict=True):
             of_case[outcome.case].append((outcome, folder))
-        list(pool.map(lambda case: judges[case].resume(of_case[case]), judges))
+        list(pool.map(lambda case: checkers[case].resume(of_case[case]), checkers))
     return dict(zip(pairs, outcomes, strict=True))
 
 
@@ -222,7 +222,7 @@ def in_plain_ddp(case: Case, fault: Fault) -> Pair:
 
 def compare(ours: Outcome, plain: Outcome) -> None:
     """Add a problem if plain ddp left a correct file and the sparse strategy did not."""
-    if not plain.has_struck or plain.saved is None or plain.saved.step is None:
+    if not plain.was_injected or plain.saved is None or plain.saved.step is None:
         return
     if ours.finished:
         return  # it continued although plain ddp could not
@@ -243,7 +243,7 @@ def test_an_interrupted_run_leaves_a_correct_checkpoint(name: str, outcomes: dic
     outcome = outcomes[row.case, row.fault]
     if is_in_plain_ddp(row.fault):
         compare(outcome, outcomes[in_plain_ddp(row.case, row.fault)])
-    assert outcome.has_struck
+    assert outcome.was_injected
     assert not outcome.problems, f"{outcome}: {outcome.problems}"
     assert outcome.finished == row.finishes, f"{outcome}\n{outcome.printed}"
     assert outcome.seconds < HANG
@@ -263,7 +263,7 @@ def test_an_interrupted_run_leaves_a_correct_checkpoint(name: str, outcomes: dic
 @pytest.mark.slow
 def test_random_faults_leave_correct_checkpoints() -> None:
     found = run_pairs(samples()).values()
-    assert all(outcome.has_struck for outcome in found)
+    assert all(outcome.was_injected for outcome in found)
     assert not [f"{outcome}: {outcome.problems}" for outcome in found if outcome.problems]
     assert sum(file.has_residuals for outcome in found for file in outcome.files) > len(found) / 2
 

@@ -62,7 +62,7 @@ class Outcome:
     files: list[File] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     finished: bool = False
-    has_struck: bool = True
+    was_injected: bool = True
     printed: str = ""
     """The last output of each worker, if the training did not finish."""
 
@@ -98,7 +98,7 @@ def numbers_of(content: dict[str, Any]) -> Any:
     return content["numbers"], content["histories"]
 
 
-class Judge:
+class CheckpointChecker:
     """Compares files and results of one case with the simulation, and resumes each distinct file once."""
 
     state: Any = State
@@ -208,10 +208,10 @@ class Judge:
             problems.append(f"{what}: final residuals of rank {rank} differ from the simulation")
         return problems
 
-    def strike(self, fault: Fault, folder: Path) -> Outcome:
+    def inject(self, fault: Fault, folder: Path) -> Outcome:
         """Train with a fault and check the files that are left."""
         outcome = Outcome(self.case, fault, *run(self.case, folder, train, fault))
-        outcome.has_struck = any(folder.glob("struck *"))
+        outcome.was_injected = any(folder.glob("injected *"))
         if None in outcome.exit_codes:
             outcome.problems.append(f"hangs after {HANG} s")
         for path in sorted(folder.glob("*.ckpt")):
@@ -276,7 +276,7 @@ def own_of(content: dict[str, Any]) -> list[tuple[dict[str, Any], Layers]]:
     ]
 
 
-class LocalJudge(Judge):
+class LocalCheckpointChecker(CheckpointChecker):
     """Checks mean weights, the state of each worker and every resume of local training; all are exact."""
 
     state = LocalState
