@@ -27,7 +27,7 @@ from tests.workers import run_workers
 
 pytestmark = pytest.mark.xdist_group("network")  # one lab at a time
 RECIPE = PROJECT / "recipes" / "resnet18_cifar10" / "demo.yaml"
-FOLDER = "FOLDER_OF_THE_WITNESSES"
+FOLDER = "FOLDER_OF_THE_RECORDERS"
 STEPS = 40
 CLONE_NEWNET = 0x40000000
 
@@ -39,7 +39,7 @@ exec "$1" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank "$N
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m recipes fit --config "$2" \\
     --trainer.num_nodes=2 --trainer.devices=1 --trainer.max_epochs=2 --model.width=4 \\
     --data.batch_size=8 --data.num_train_images=64 --data.num_val_images=17 \\
-    --trainer.callbacks+=tests.integration.benchmarks.test_hosts.Witness
+    --trainer.callbacks+=tests.integration.benchmarks.test_hosts.HostRecorder
 """
 
 
@@ -49,7 +49,7 @@ def _available() -> None:
         pytest.skip(reason)
 
 
-class Witness(Recorder):
+class HostRecorder(Recorder):
     """Writes the record of a worker into a folder that all hosts share."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -16,13 +16,13 @@ from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
     ManualStudent,
+    ProgramRecorder,
     Student,
-    Witness,
     fail_to_fit,
     fit_without_validation,
     moved,
+    recorder_of,
     trains,
-    witness_of,
 )
 from tests.integration.programs.world import Row, Run
 
@@ -52,7 +52,7 @@ class AscendingOptimizer(torch.optim.Optimizer):
 
 class ClosureCounter(Student):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        witness_of(self).texts.append(f"batch {batch_idx}")
+        recorder_of(self).texts.append(f"batch {batch_idx}")
         return super().training_step(batch, batch_idx)
 
 
@@ -108,10 +108,10 @@ class WithLearningRate(Student):
         return data()
 
 
-def fit_and_record(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+def fit_and_record(make_trainer: MakeTrainer, model: LightningModule, recorder: ProgramRecorder) -> Trainer:
     trainer = make_trainer()
     trainer.fit(model)
-    witness.texts.append(f"learning rate {model.lr}")
+    recorder.texts.append(f"learning rate {model.lr}")
     return trainer
 
 
@@ -123,7 +123,7 @@ class Beginning(Callback):
         if state is not None:
             kept = max((float(residual.abs().max()) for residual in state.residuals.state_dict().values()), default=0.0)
             notes = {"last step": state.last_step, "kept": kept, "threshold": state.sparsifier.current_threshold}
-            witness_of(pl_module).world.run.notes.append(notes)
+            recorder_of(pl_module).world.run.notes.append(notes)
 
 
 def with_finder() -> dict[str, Any]:
@@ -180,10 +180,8 @@ ROWS = {
         for then in ("dropped", "zeroed", "kept")
     },
     "nothing done": Row(trains(ManualWithoutOutput, **_fit), partial(moved, 2 * (BATCHES - 1), ("first.weight",))),
-    "learning rate found inside": Row(
-        trains(WithLearningRate, with_finder, fit_and_record), partial(began_anew, 0.05), 0.05
-    ),
-    "learning rate found inside a calibration": Row(
+    "learning rate finder": Row(trains(WithLearningRate, with_finder, fit_and_record), partial(began_anew, 0.05), 0.05),
+    "learning rate finder in a calibration": Row(
         trains(WithLearningRate, with_finder, fit_and_record),
         calibrated_again,
         make_sparsifier=partial(HardThreshold, density=0.3, calibration_steps=4),

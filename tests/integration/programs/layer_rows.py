@@ -162,7 +162,7 @@ def own(model: Callable[[], nn.Module], **options: Any) -> Callable[[World], Non
 ROWS = {
     "channels_last": Row(loops(usual, channels_last), laid_out_differently),
     "channels_last, two backwards": Row(loops(two_backwards, channels_last), laid_out_differently),
-    "by columns": Row(own(Transposed), every_batch),
+    "column-major": Row(own(Transposed), every_batch),
     "tied weights": Row(own(Tied), every_batch),
     "complex parameters": Row(own(Complex), parts_sent_apart, 0.02, missing=complex_is_missing),
     "gradient penalty": Row(loops(usual, Penalized, sgd), every_batch),

@@ -19,8 +19,8 @@ from tests.integration.programs.trainer import (
     fit_without_validation,
     left_frozen,
     moved,
+    recorder_of,
     trains,
-    witness_of,
 )
 from tests.integration.programs.world import Row, Run
 
@@ -50,7 +50,7 @@ class WaitingLayerSkipper(Net, ManualStudent):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         is_used = batch_idx % 2 == 0 or self.global_rank == 0
-        witness_of(self).texts.append("used" if is_used else "left out")
+        recorder_of(self).texts.append("used" if is_used else "left out")
         often, seldom = self.optimizers()
         self.manual_backward(loss_of(partial(self, is_used=is_used), batch))
         for optimizer in (often, seldom)[: 1 + batch_idx % 2]:
@@ -86,7 +86,7 @@ class GradientProjection(ManualStudent):
             gradients.append([parameter.grad for parameter in self.parameters()])
         for parameter, gradient, other in zip(self.parameters(), *gradients, strict=True):
             overlap = (gradient * other).sum().clamp(max=0)
-            witness_of(self).seen["conflicts"].append(float(overlap))
+            recorder_of(self).seen["conflicts"].append(float(overlap))
             parameter.grad = gradient - overlap / (other.square().sum() + 1e-12) * other + other
         optimizer.step()
 
@@ -120,7 +120,7 @@ class EpochEndStepper(ManualStudent):
 
     def on_train_epoch_end(self) -> None:
         has_gradients = any(parameter.grad is not None for parameter in self.parameters())
-        witness_of(self).texts.append(f"left over: {has_gradients}")
+        recorder_of(self).texts.append(f"left over: {has_gradients}")
         self._step()
 
     def _step(self) -> None:
@@ -147,7 +147,7 @@ class WithTorchsOwnOptimizer(ManualStudent):
 
     def on_train_end(self) -> None:
         log: Any = getattr(self.trainer.strategy, "step_log", None)
-        witness_of(self).texts.append(f"waiting to be logged: {0 if log is None else len(log._steps)}")
+        recorder_of(self).texts.append(f"waiting to be logged: {0 if log is None else len(log._steps)}")
 
 
 def logged_without_lightning_steps(runs: list[Run]) -> None:

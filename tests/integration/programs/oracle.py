@@ -5,7 +5,7 @@ Modules stay unchanged. Every worker runs its backward alone, and then gathers m
     backward   content = old .grad + g              of every parameter that this worker used
                p = e + content / S                  e of the last backward, if its gradient still waits for a step
                out = p where abs(p) >= λ            .grad = S · (Σ of all workers' out, in rank order) / n
-               e' = p − out                         open
+               e' = p − out                         pending
                .grad += (Σ of old .grad of workers that did not use a parameter which others used) / n
     step       commits e' of the optimizer's parameters
     backward   rolls back pending residuals without a gradient

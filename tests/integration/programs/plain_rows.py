@@ -284,10 +284,10 @@ ROWS = {
     "plain gradients kept by one worker": Row(
         loops(zeroes_on_one_worker, Net, sgd, **_unused), every_batch, leaves_out=True
     ),
-    "plain gradient asked for by itself": Row(
+    "plain autograd.grad of a skipped layer": Row(
         loops(measure_skipped_layer, Net, sgd, **_unused), every_batch, leaves_out=True
     ),
-    "plain gradient asked for before zeroing": Row(
+    "plain autograd.grad before zeroing": Row(
         loops(measure_before_zeroing), partial(exchanged, BATCHES, BATCHES // 2), rolls_back=True
     ),
     "plain accumulation between": Row(loops(partial(accumulates_between, False)), of_two_backwards),

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.integration.models import TwoPlayers, sgd
-from tests.integration.programs.trainer import BATCHES, fit_without_validation, moved, trains, witness_of
+from tests.integration.programs.trainer import BATCHES, fit_without_validation, moved, recorder_of, trains
 from tests.integration.programs.world import Row, Run
 
 
@@ -59,7 +59,7 @@ class ClippedAndZeroedPlayers(TwoPlayers):
         generator_optimizer, judge_optimizer = self.optimizers()
         generator_optimizer.zero_grad(set_to_none=False)
         self.manual_backward(self.generator_loss(batch[0]))
-        witness_of(self).seen["norms"].append(nn.utils.clip_grad_norm_(self.generator.parameters(), 0.01))
+        recorder_of(self).seen["norms"].append(nn.utils.clip_grad_norm_(self.generator.parameters(), 0.01))
         judge_optimizer.zero_grad(set_to_none=False)
         self.manual_backward(self.judge_loss(batch[0]))
         generator_optimizer.step()

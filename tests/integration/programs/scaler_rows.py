@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.integration.models import Classifier, ScaledPrecision, nesterov, sgd
 from tests.integration.programs.loops import BATCHES, batches, loss_of
 from tests.integration.programs.trainer import BATCHES as TRAINER_BATCHES
-from tests.integration.programs.trainer import Student, fit_without_validation, trains, witness_of
+from tests.integration.programs.trainer import Student, fit_without_validation, recorder_of, trains
 from tests.integration.programs.world import Row, Run, World
 
 OVERFLOWS = (1, 3)
@@ -82,7 +82,7 @@ def two(model: Classifier) -> list[torch.optim.Optimizer]:
 
 class Overflowing(Student):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        witness_of(self).seen["scales"].append(self.trainer.strategy.precision_plugin.scaler.get_scale())
+        recorder_of(self).seen["scales"].append(self.trainer.strategy.precision_plugin.scaler.get_scale())
         return overflowing(super().training_step(batch, batch_idx), self.last.weight, batch_idx)
 
 

@@ -19,7 +19,7 @@ BATCHES = 4
 train_data = partial(data, 2 * 4 * BATCHES)
 
 
-class Witness(Callback):
+class ProgramRecorder(Callback):
     """Records the state that callbacks of a user can see."""
 
     def __init__(self, world: World) -> None:
@@ -66,8 +66,8 @@ class Witness(Callback):
         self.texts.append(f"on_exception: {type(exception).__name__}: {exception}")
 
 
-def witness_of(module: LightningModule) -> Witness:
-    return next(callback for callback in module.trainer.callbacks if isinstance(callback, Witness))
+def recorder_of(module: LightningModule) -> ProgramRecorder:
+    return next(callback for callback in module.trainer.callbacks if isinstance(callback, ProgramRecorder))
 
 
 def commit(strategy: Any) -> None:
@@ -115,13 +115,13 @@ def left_frozen(runs: list[Run]) -> None:
 
 
 MakeTrainer = Callable[[], Trainer]
-Drive = Callable[[MakeTrainer, Any, Witness], Trainer]
+Drive = Callable[[MakeTrainer, Any, ProgramRecorder], Trainer]
 
 
 def fitting(*make_loaders: Callable[[], Any], may_fail: bool = False) -> Drive:
     """Return a function that fits on these loaders; ``on_exception`` records an exception."""
 
-    def drive(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+    def drive(make_trainer: MakeTrainer, model: LightningModule, recorder: ProgramRecorder) -> Trainer:
         trainer = make_trainer()
         with suppress(Exception) if may_fail else nullcontext():
             trainer.fit(model, *(make_loader() for make_loader in make_loaders))
@@ -152,16 +152,16 @@ def trains(
 
     def program(world: World) -> None:
         model = make_model()
-        witness = Witness(world)
+        recorder = ProgramRecorder(world)
         world.follow_module(model)
 
         def make_trainer() -> Trainer:
             defaults = {"max_steps": -1, "max_epochs": 2, "num_sanity_val_steps": 0}
             settings = defaults | options()
-            callbacks = [witness, *settings.pop("callbacks", [])]
+            callbacks = [recorder, *settings.pop("callbacks", [])]
             return quiet_trainer(world.strategy(**ddp_options), callbacks=callbacks, **settings)
 
-        trainer = drive(make_trainer, model, witness)
+        trainer = drive(make_trainer, model, recorder)
         run = world.run
         run.global_step, run.epochs = trainer.global_step, trainer.current_epoch
         run.metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}

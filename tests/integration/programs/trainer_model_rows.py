@@ -15,15 +15,15 @@ from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
     ManualStudent,
+    ProgramRecorder,
     Student,
-    Witness,
     fit,
     fit_without_validation,
     gradient,
     left_frozen,
+    recorder_of,
     train_data,
     trains,
-    witness_of,
 )
 from tests.integration.programs.world import Row, Run
 
@@ -87,7 +87,7 @@ class Normalized(Student):
         return self.last(self.middle(self.norm(self.first(inputs)).tanh()).tanh())
 
     def on_train_start(self) -> None:
-        witness_of(self).texts.append(type(self.norm).__name__)
+        recorder_of(self).texts.append(type(self.norm).__name__)
 
 
 class PartlyFrozen(Student):
@@ -117,10 +117,10 @@ class Hooked(Student):
     """Records the gradient in the hooks of the module."""
 
     def on_after_backward(self) -> None:
-        witness_of(self).seen["after backward"].append(gradient(self))
+        recorder_of(self).seen["after backward"].append(gradient(self))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        witness_of(self).seen["before the step"].append(gradient(self))
+        recorder_of(self).seen["before the step"].append(gradient(self))
 
 
 class Failing(Student):
@@ -162,21 +162,21 @@ class FailingOnOne(Student):
         return loss * float("nan") if (self.global_step, self.global_rank) == (2, 1) else loss
 
 
-def fit_twice(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = fit(make_trainer, model, witness)
+def fit_twice(make_trainer: MakeTrainer, model: LightningModule, recorder: ProgramRecorder) -> Trainer:
+    trainer = fit(make_trainer, model, recorder)
     trainer.fit_loop.max_epochs = 4
     trainer.fit(model, train_data(), data(16))
     return trainer
 
 
-def fit_after_an_exception(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+def fit_after_an_exception(make_trainer: MakeTrainer, model: LightningModule, recorder: ProgramRecorder) -> Trainer:
     try:
-        fit(make_trainer, model, witness)
+        fit(make_trainer, model, recorder)
     except RuntimeError as error:
-        witness.texts.append(f"raised: {type(error).__name__}: {error}")
-    witness.texts.append(f"there is a process group: {dist.is_initialized()}")
-    witness.seen["steps before the exception"].append(len(witness.seen["gradients"]))
-    return fit(make_trainer, model, witness)
+        recorder.texts.append(f"raised: {type(error).__name__}: {error}")
+    recorder.texts.append(f"there is a process group: {dist.is_initialized()}")
+    recorder.seen["steps before the exception"].append(len(recorder.seen["gradients"]))
+    return fit(make_trainer, model, recorder)
 
 
 def synchronized(runs: list[Run]) -> None:
@@ -266,7 +266,7 @@ ROWS = {
         unfrozen,
         warns_of=frozenset({"first.weight"}),  # DDP does not exchange it
     ),
-    "finetuning of what DDP knows": Row(
+    "finetuning of layers that DDP exchanges": Row(
         trains(Student, lambda: {"max_epochs": 3, "callbacks": [EpochFreezer()]}, find_unused_parameters=True),
         unfrozen,
         leaves_out=True,

@@ -17,8 +17,8 @@ from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
     ManualStudent,
+    ProgramRecorder,
     Student,
-    Witness,
     fit,
     fit_without_validation,
     fitting,
@@ -63,20 +63,22 @@ def shuffled() -> DataLoader:
     return DataLoader(data().dataset, 4, shuffle=True)
 
 
-def evaluate_before_and_after_fit(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
+def evaluate_before_and_after_fit(
+    make_trainer: MakeTrainer, model: LightningModule, recorder: ProgramRecorder
+) -> Trainer:
     trainer = make_trainer()
     for when in ("before", "after"):
         [validated] = trainer.validate(model, data(20), verbose=False)
         [tested] = trainer.test(model, data(24), verbose=False)
         predicted = trainer.predict(model, data(28))
-        witness.seen[f"evaluation {when}"] += [validated["val_loss"], tested["test_loss"], *predicted]
+        recorder.seen[f"evaluation {when}"] += [validated["val_loss"], tested["test_loss"], *predicted]
         if when == "before":
             trainer.fit(model, train_data(), data(16))
     return trainer
 
 
-def fit_test_and_predict(make_trainer: MakeTrainer, model: LightningModule, witness: Witness) -> Trainer:
-    trainer = fit(make_trainer, model, witness)
+def fit_test_and_predict(make_trainer: MakeTrainer, model: LightningModule, recorder: ProgramRecorder) -> Trainer:
+    trainer = fit(make_trainer, model, recorder)
     trainer.test(model, data(), verbose=False)
     trainer.predict(model, data())
     return trainer

@@ -242,7 +242,7 @@ class Failing(Classifier):
             raise RuntimeError("no step")
 
 
-class Witness(Callback):
+class TrainingRecorder(Callback):
     """Records the training of a worker."""
 
     def __init__(self) -> None:
@@ -290,15 +290,15 @@ def _fit(case: dict[str, Any], num_simulated: int, ckpt_path: str | None) -> dic
     else:
         ddp_options = {"find_unused_parameters": case.get("module") is OftenSkipping}
         strategy = SparseDDPStrategy(sparsifier, exchange="gather", **ddp_options, **like)
-    witness = Witness()
+    recorder = TrainingRecorder()
     options = {"max_steps": 9, "limit_val_batches": 0} | case.get("trainer", {})
-    trainer = quiet_trainer(strategy, callbacks=[witness], **options)
+    trainer = quiet_trainer(strategy, callbacks=[recorder], **options)
     module = case.get("module", Classifier)(case.get("optimizer"))
     make_loader = case.get("loader", partial(data, 60, 3))
     trainer.fit(module, None if isinstance(module, OwnData) else make_loader(), ckpt_path=ckpt_path)
     if path := case.get("saves"):
         trainer.save_checkpoint(path)
-    return witness.seen
+    return recorder.seen
 
 
 def processes(case: dict[str, Any], num_workers: int = 2, ckpt_path: str | None = None) -> dict[str, Any]:
@@ -395,7 +395,7 @@ UP_TO_ROUNDING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UP_TO_ROUNDING)
 def test_results_of_a_norm_agree_up_to_rounding(name: str) -> None:
-    """Process sum the norm by bucket, and simulated workers have a single bucket."""
+    """Processes sum norms per bucket; simulated workers have a single bucket."""
     found, expected = simulated(UP_TO_ROUNDING[name]), processes(UP_TO_ROUNDING[name])
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
     thresholds = [step.threshold for step in found["steps"]]
