@@ -41,7 +41,7 @@ class Checker:
         """Restore the saved state."""
         self.exchanges, measured, self.simulation.threshold = self.shared
         self.simulation.measured = list(measured)
-        self.simulation.lose_open()
+        self.simulation.drop_pending()
 
     def check(
         self,
@@ -116,11 +116,11 @@ class Checker:
         self.exchanges += 1
         self.seen["discarded backwards"] += 1
 
-    def check_settled(
-        self, step: int, has_stepped: tuple[bool, bool], residuals: list[dict[str, Tensor]], what: str = "settled"
+    def check_committed(
+        self, step: int, has_stepped: tuple[bool, bool], residuals: list[dict[str, Tensor]], what: str = "committed"
     ) -> None:
         """Raise a Difference unless the residuals after steps of optimizers (even, odd layers) equal the simulation."""
-        self.simulation.settle(has_stepped)
+        self.simulation.commit(has_stepped)
         if any(has_stepped):
             self.note_shared()
         for worker, (actual, expected) in enumerate(zip(residuals, self.simulation.errors, strict=True)):

@@ -58,10 +58,10 @@ class Simulation:
         ]
         self.threshold = {"threshold": self.case.threshold, "density": 0.0, "top_k": None}[self.case.sparsifier]
         workers = range(self.case.num_workers)
-        # Residuals that wait for an optimizer step, by worker and name; settled and waiting learning rates.
-        self._open: list[dict[str, Tensor]] = [{} for _ in workers]
+        # Residuals that wait for an optimizer step, by worker and name; committed and pending learning rates.
+        self._pending: list[dict[str, Tensor]] = [{} for _ in workers]
         self._rates: list[dict[str, float]] = [{} for _ in workers]
-        self._open_rates: list[dict[str, float]] = [{} for _ in workers]
+        self._pending_rates: list[dict[str, float]] = [{} for _ in workers]
         self._reached: list[set[str]] = [set() for _ in workers]
 
     @property
@@ -89,7 +89,7 @@ class Simulation:
             squared_norm += sum(squared(gradient) for gradient in gradients.values()) / (scale or 1.0) ** 2
             ratios = self._ratios(step, worker)
             errors = [
-                self._open[worker].get(layer.name, self.errors[worker][layer.name]) * ratios[layer.name]
+                self._pending[worker].get(layer.name, self.errors[worker][layer.name]) * ratios[layer.name]
                 for layer in self.case.layers
             ]
             compensated.append(
@@ -115,7 +115,7 @@ class Simulation:
 
     def discard(self, step: int, scale: float | None) -> float:
         """Simulate a backward with dropped gradients, which changes only the calibration; return (1/n) Σ_i ‖g_i‖²."""
-        self.lose_open()
+        self.drop_pending()
         norms = []
         for worker in range(self.case.num_workers):
             gradients = self._of_one_backward(step, DISCARDED, worker, scale)
@@ -123,47 +123,47 @@ class Simulation:
             for name, ratio in self._ratios(step, worker).items():
                 if name not in gradients:  # the backward changed no residual
                     self.errors[worker][name] = self.errors[worker][name] * ratio
-                    if name in self._open_rates[worker]:
-                        self._rates[worker][name] = self._open_rates[worker][name]
+                    if name in self._pending_rates[worker]:
+                        self._rates[worker][name] = self._pending_rates[worker][name]
             norms.append(sum(squared(gradient) for gradient in gradients.values()) / (scale or 1.0) ** 2)
-        self.lose_open()
+        self.drop_pending()
         return sum(norms) / self.case.num_workers
 
-    def lose_open(self) -> None:
-        """Drop gradients and the open changes of residuals."""
-        for pending in (*self._open, *self._open_rates):
-            pending.clear()
+    def drop_pending(self) -> None:
+        """Drop gradients and the pending changes of residuals."""
+        for held in (*self._pending, *self._pending_rates):
+            held.clear()
         self.stale = {}
 
     def end_backward(self) -> None:
-        """Mark the residuals of reached layers as open until an optimizer step."""
+        """Mark the residuals of reached layers as pending until an optimizer step."""
         for worker, latest in enumerate(self.latest):
             for name, residual in latest.items():
-                if name in self._reached[worker] or name in self._open[worker]:
-                    self._open[worker][name] = residual
+                if name in self._reached[worker] or name in self._pending[worker]:
+                    self._pending[worker][name] = residual
                 else:  # the backward did not reach the layer
                     self.errors[worker][name] = residual
-                    if name in self._open_rates[worker]:
-                        self._rates[worker][name] = self._open_rates[worker].pop(name)
+                    if name in self._pending_rates[worker]:
+                        self._rates[worker][name] = self._pending_rates[worker].pop(name)
 
-    def settle(self, has_stepped: tuple[bool, bool]) -> None:
-        """Settle open residuals of even and odd layers whose optimizer has stepped."""
+    def commit(self, has_stepped: tuple[bool, bool]) -> None:
+        """Commit pending residuals of even and odd layers whose optimizer has stepped."""
         for index, layer in enumerate(self.case.layers):
             if not has_stepped[index % 2]:
                 continue
             name = layer.name
             for worker in range(self.case.num_workers):
-                if name in self._open[worker]:
-                    self.errors[worker][name] = self._open[worker].pop(name)
-                if name in self._open_rates[worker]:
-                    self._rates[worker][name] = self._open_rates[worker].pop(name)
+                if name in self._pending[worker]:
+                    self.errors[worker][name] = self._pending[worker].pop(name)
+                if name in self._pending_rates[worker]:
+                    self._rates[worker][name] = self._pending_rates[worker].pop(name)
 
     def _drop_what_is_zeroed(self, step: int) -> None:
         for worker in range(self.case.num_workers):
             for index, layer in enumerate(self.case.layers):
                 if self.case.is_zeroed(step, worker, index) or self.stale.get(layer.name) is None:
-                    self._open[worker].pop(layer.name, None)
-                    self._open_rates[worker].pop(layer.name, None)
+                    self._pending[worker].pop(layer.name, None)
+                    self._pending_rates[worker].pop(layer.name, None)
 
     def _ratios(self, step: int, worker: int) -> dict[str, float]:
         ratios = {layer.name: 1.0 for layer in self.case.layers}
@@ -171,9 +171,9 @@ class Simulation:
             for index, layer in enumerate(self.case.layers):
                 rate, name = self.case.rates[step][index % 2], layer.name
                 if rate != 0:
-                    last = self._open_rates[worker].get(name, self._rates[worker].get(name, rate))
+                    last = self._pending_rates[worker].get(name, self._rates[worker].get(name, rate))
                     ratios[name] = last / rate
-                    self._open_rates[worker][name] = rate
+                    self._pending_rates[worker][name] = rate
         return ratios
 
     def _gradients(self, step: int, worker: int, scale: float | None) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class Step:
         gradients_after: ``.grad`` after the optimizer, unscaled if losses are scaled.
         has_stepped: whether the optimizers of even and odd layers stepped.
         latest: all residuals after the backward, in the order of the layers, as float64: shape (d,).
-        settled: residuals after the optimizers.
+        committed: residuals after the optimizers.
         saved: the state between backward and optimizers.
     """
 
@@ -56,7 +56,7 @@ class Step:
     gradients_after: dict[str, Tensor | None]
     has_stepped: tuple[bool, bool]
     latest: Tensor
-    settled: Tensor
+    committed: Tensor
     saved: dict[str, Any]
 
 
@@ -147,8 +147,8 @@ class Training:
         latest = self._flat(residuals.layers())
         saved = copy.deepcopy(self.state.state_dict())
         has_stepped = self._step_optimizers(case.attempts[step])
-        settled = self._flat(self.state.residuals.state_dict())
-        return Step(scale, gradients, self._gradients(), has_stepped, latest, settled, saved)
+        committed = self._flat(self.state.residuals.state_dict())
+        return Step(scale, gradients, self._gradients(), has_stepped, latest, committed, saved)
 
     def _set_rates(self, step: int) -> None:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -255,8 +255,8 @@ def _run_step(step: int, training: Training, checker: Checker) -> str | None:
             training.resume(saved, bucket_cap_mb)
             resumed = training._flat(training.state.residuals.layers())
             seen.has_stepped = (False, False) if saved is seen.saved else seen.has_stepped
-            seen.settled = resumed
-    flat = torch.stack([seen.latest, seen.settled])
+            seen.committed = resumed
+    flat = torch.stack([seen.latest, seen.committed])
     collected = [torch.empty_like(flat) for _ in range(case.num_workers)] if training.worker == 0 else None
     dist.gather(flat, collected)
     checksums: list[Any] = [None] * case.num_workers
@@ -282,8 +282,8 @@ def _run_step(step: int, training: Training, checker: Checker) -> str | None:
                 checker.seen["resumes onto other buckets"] += 1
                 if seen.has_stepped == (False, False):
                     checker.resume()
-            settled = [dict(_split(case, settled)) for _, settled in collected]
-            checker.check_settled(step, seen.has_stepped, settled, "settled" if resumed is None else "resumed")
+            committed = [dict(_split(case, committed)) for _, committed in collected]
+            checker.check_committed(step, seen.has_stepped, committed, "committed" if resumed is None else "resumed")
             checker.simulation.stale = seen.gradients_after
             if resumed is not None:
                 checker.resume()
