@@ -15,7 +15,7 @@ from tests.distributed.exchange.test_exchange import assert_gathered, gather_to_
 from tests.distributed.simulation import Plan
 from tests.distributed.test_against_simulation import THRESHOLD, assert_matches_simulation, reaches
 from tests.distributed.training import train
-from tests.unit.strategies.strategies import packed
+from tests.unit.buckets import packed
 from tests.workers import run_workers
 
 pytestmark = pytest.mark.cuda

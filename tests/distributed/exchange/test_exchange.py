@@ -27,12 +27,12 @@ from lightning_sparse.sparsifiers.protocol import Selection
 from tests.integration.faults.unwatched_workers import wait_until
 from tests.workers import on_workers, run_workers
 
-FLOAT, BYTE, WHOLE = Wire(torch.float32), Wire(torch.float8_e4m3fn, 2.0**-6), Wire(torch.int8, 2.0**-5)
+FLOAT32, FLOAT8, INT8 = Wire(torch.float32), Wire(torch.float8_e4m3fn, 2.0**-6), Wire(torch.int8, 2.0**-5)
 # Over Gloo, a gather of two workers takes a message from each.
 COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "all_to_all_single", "isend")
 
 
-def selection_of(seed, rank, size, density, dtype=torch.float32, wire=FLOAT):
+def selection_of(seed, rank, size, density, dtype=torch.float32, wire=FLOAT32):
     """Return the selection of a worker, equal in every process."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     share = density if rank % 2 == 0 else density * (0.0 if seed % 5 == 0 else 1.0)  # sometimes nothing
@@ -51,7 +51,9 @@ def header_of(selection, size, slices):
     return header
 
 
-def exchange_once(exchange, selections, sizes, dtype=torch.float32, wire=FLOAT, between=lambda: None, by_senders=False):
+def exchange_once(
+    exchange, selections, sizes, dtype=torch.float32, wire=FLOAT32, between=lambda: None, by_senders=False
+):
     """Exchange several buckets in a step; return the averages, the headers, the bytes and the dense elements.
 
     What is ``between`` happens once all buckets are there and before the exchange ends.
@@ -127,16 +129,16 @@ def cases(draw):
     sizes = draw(st.lists(st.sampled_from([0, 1, 3, 17, 1000, 65_536, 70_000]), min_size=1, max_size=3))
     densities = draw(st.lists(st.sampled_from([0.0, 0.001, 0.01, 0.3, 1.0]), min_size=2, max_size=6))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-    wire = draw(st.sampled_from([Wire(dtype), Wire(torch.bfloat16), BYTE, WHOLE]))
+    wire = draw(st.sampled_from([Wire(dtype), Wire(torch.bfloat16), FLOAT8, INT8]))
     return sizes, densities, dtype, wire, draw(st.integers(0, 10_000))
 
 
 ALWAYS = [
-    ([70_000, 17], [0.01, 1.0, 0.001], torch.float32, BYTE, 3),
-    ([1000, 1], [0.01, 1.0, 0.3], torch.float32, WHOLE, 3),
-    ([70_000, 17], [0.0, 1.0, 0.0, 0.001, 1.0, 0.3, 0.0], torch.float32, FLOAT, 3),
+    ([70_000, 17], [0.01, 1.0, 0.001], torch.float32, FLOAT8, 3),
+    ([1000, 1], [0.01, 1.0, 0.3], torch.float32, INT8, 3),
+    ([70_000, 17], [0.0, 1.0, 0.0, 0.001, 1.0, 0.3, 0.0], torch.float32, FLOAT32, 3),
     ([1], [1.0, 0.0, 1.0], torch.float32, Wire(torch.bfloat16), 1),
-    ([0, 17, 0], [1.0, 0.01, 1.0], torch.float64, FLOAT, 5),
+    ([0, 17, 0], [1.0, 0.01, 1.0], torch.float64, FLOAT32, 5),
 ]
 
 
@@ -152,7 +154,7 @@ def test_every_route_gives_the_plain_average(num_workers, drawn):
     assert all(checksums == ranks[0] for checksums in ranks)
 
 
-@pytest.mark.parametrize(("wire", "of_values", "of_sums"), [(WHOLE, 1, 2), (BYTE, 1, 4)])
+@pytest.mark.parametrize(("wire", "of_values", "of_sums"), [(INT8, 1, 2), (FLOAT8, 1, 4)])
 @on_workers(3)
 def test_dense_multiples_need_the_bytes_of_values_and_sums(wire, of_values, of_sums):
     selection = selection_of(1, 2 * dist.get_rank(), 30_000, 0.5, torch.float32, wire)
@@ -195,7 +197,7 @@ def test_the_hierarchical_route_equals_the_other_routes(num_workers, workers_per
 def test_a_hierarchical_exchange_reports_dense_elements(num_nodes, density, dense):
     os.environ["GROUP_RANK"] = str(dist.get_rank() if num_nodes == 2 else 0)
     exchange = Exchange("hierarchical")
-    selection = selection_of(1, dist.get_rank(), 1000, density, torch.float32, FLOAT)
+    selection = selection_of(1, dist.get_rank(), 1000, density, torch.float32, FLOAT32)
     assert exchange_once(exchange, [selection], [1000])[3] == dense
     exchange.close()
 
@@ -264,7 +266,7 @@ def test_messages_leave_unused_capacity_out(full_bytes):
     sizes, counts = [70_000, 3000], [[0, 8, 400], [16, 0, 3]]
     bytes_of_rank = [
         sum(
-            PayloadFormat(size, FLOAT, fields).payload_bytes(aligned(of_bucket[rank]))
+            PayloadFormat(size, FLOAT32, fields).payload_bytes(aligned(of_bucket[rank]))
             for size, of_bucket, fields in zip(sizes, counts, (0, 2 * FIXED_FIELDS), strict=True)
         )
         for rank in range(3)
@@ -287,7 +289,7 @@ def test_payloads_of_an_aborted_step_are_dropped():
     selections = [selection_of(bucket + 1, 0, size, 0.1) for bucket, size in enumerate(sizes)]
     if dist.get_rank() == 0:  # the backward of rank 1 failed before this bucket was ready
         exchange.begin()
-        transfer = exchange.new_transfer(0, FLOAT, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
+        transfer = exchange.new_transfer(0, FLOAT32, FIXED_FIELDS, torch.zeros(sizes[0]), is_last=False)
         transfer.format.fill(transfer.payload, selections[0])
         exchange.start(transfer, header_of(selections[0], sizes[0], 2))
     outs, *_ = exchange_once(exchange, selections, sizes)

@@ -45,7 +45,7 @@ BUCKETS, LAYERS = 4, 36
 THRESHOLD = HardThreshold(threshold=0.1)
 MODEL_TOP_K = TopK(0.01, granularity="model")
 LAYERWISE = HardThreshold(threshold=0.1, layer_thresholds={"*.2": 0.2})
-HALF = {"dtype": torch.bfloat16}
+BFLOAT16 = {"dtype": torch.bfloat16}
 
 
 GPU, SIZE = torch.device("cuda", 0), 100_000
@@ -205,7 +205,7 @@ def _replace_kernels_and_workers(num_workers: int, *, has_kernels: bool) -> None
         (THRESHOLD, {}, 4, 0, 4),
         (THRESHOLD, {"exchange": "auto"}, 4, 0, 4),
         (THRESHOLD, {"scaled": True}, 5, 0, 4),  # the average is multiplied by S
-        (THRESHOLD, HALF, 6, 0, 4),  # the average does not fit the gradient: its memory is cleared
+        (THRESHOLD, BFLOAT16, 6, 0, 4),  # the average does not fit the gradient: its memory is cleared
         # Marks to the device and into the header, and unused gradients set to zero.
         (THRESHOLD, {"has_unused": True}, 7, 0, 4),
         (THRESHOLD, {"per_layer": True}, 9, 0, 4),

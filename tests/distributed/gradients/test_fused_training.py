@@ -113,7 +113,7 @@ if INTERPRETED:
                 assert selected[0] == selected[1]
                 torch.testing.assert_close(*numbers, rtol=accuracy, atol=0)
 
-    FIXED, HALF = HardThreshold(threshold=THRESHOLD), torch.bfloat16
+    FIXED, BFLOAT16 = HardThreshold(threshold=THRESHOLD), torch.bfloat16
     CALIBRATED = HardThreshold(density=0.1, calibration_steps=2)
     OF_LAYERS = HardThreshold(density=0.1, calibration_steps=2, granularity="layer")
     WITH_OWN = HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2})
@@ -123,12 +123,12 @@ if INTERPRETED:
         [
             (False, FIXED, torch.float32, {}),
             (False, FIXED, torch.float64, {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}),
-            (False, FIXED, HALF, {"exchange": "gather", "has_scaler": True}),
+            (False, FIXED, BFLOAT16, {"exchange": "gather", "has_scaler": True}),
             (False, CALIBRATED, torch.float32, {"find_unused_parameters": True}),
             (False, WITH_OWN, torch.float32, {"exchange": "gather"}),
             (False, OF_LAYERS, torch.float32, {"exchange": "gather"}),
             (True, FIXED, torch.float32, {}),
-            (True, FIXED, HALF, {"exchange": "gather", "value_dtype": "bfloat16"}),
+            (True, FIXED, BFLOAT16, {"exchange": "gather", "value_dtype": "bfloat16"}),
             (True, CALIBRATED, torch.float32, {"value_dtype": "float8"}),
             (True, OF_LAYERS, torch.float32, {}),
         ],

@@ -441,8 +441,8 @@ def test_a_threshold_that_is_set_after_a_step_is_saved(name: str, num_workers: i
         assert numbers["file"]["threshold"] == numbers["own"]["threshold"] == 0.2
 
 
-def _train_alone(path: str, threshold: float | None) -> list[StepStats]:
-    """Continue a checkpoint for two steps and replace it; may set a threshold first."""
+def _continue_for_six_steps(path: str, threshold: float | None) -> list[StepStats]:
+    """Train six steps from a checkpoint if there is one, and save; may set a threshold first."""
     seen: list[StepStats] = []
 
     def start(trainer: Trainer, _: LightningModule) -> None:
@@ -463,9 +463,9 @@ def _train_alone(path: str, threshold: float | None) -> list[StepStats]:
 @pytest.mark.parametrize("threshold", [None, 0.3])
 def test_a_single_worker_sends_nothing_and_passes_the_threshold_on(threshold: float | None, tmp_path: Path) -> None:
     path = str(tmp_path / "passed on.ckpt")
-    first = run_workers(_train_alone, 2, path, None, process_group=False)[0]
-    alone = run_workers(_train_alone, 1, path, threshold, process_group=False)[0]
+    first = run_workers(_continue_for_six_steps, 2, path, None, process_group=False)[0]
+    alone = run_workers(_continue_for_six_steps, 1, path, threshold, process_group=False)[0]
     assert {(step.density, step.threshold) for step in alone} == {(1.0, 0.0)}
-    last = run_workers(_train_alone, 2, path, None, process_group=False)[0]
+    last = run_workers(_continue_for_six_steps, 2, path, None, process_group=False)[0]
     assert not any(step.is_calibration for step in last)
     assert last[0].threshold == pytest.approx(threshold or first[-1].threshold, rel=0.2)  # adjusted after each step

@@ -11,7 +11,7 @@ from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.exchange.wire import wire_of
 from lightning_sparse.selection.bucket import Residual, compensate, keep_residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
-from tests.unit.strategies.strategies import DTYPES, layouts, thresholds, values
+from tests.unit.buckets import DTYPES, layouts, thresholds, values
 
 SPARSIFIERS = st.one_of(thresholds.map(lambda limit: HardThreshold(threshold=limit)), st.floats(0.01, 1).map(TopK))
 

@@ -9,11 +9,11 @@ from lightning_sparse.exchange import wire
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, aligned
 from lightning_sparse.exchange.wire import Wire, wire_of
 from lightning_sparse.sparsifiers.protocol import Selection
-from tests.unit.strategies.strategies import packed
+from tests.unit.buckets import packed
 
-FLOAT, DOUBLE, BRAIN = map(Wire, (torch.float32, torch.float64, torch.bfloat16))
-BYTE, QUARTER = Wire(torch.int8, 0.25), Wire(torch.float8_e4m3fn, 2.0**-11)
-WIRES = (FLOAT, DOUBLE, BRAIN, BYTE, QUARTER)
+FLOAT32, FLOAT64, BFLOAT16 = map(Wire, (torch.float32, torch.float64, torch.bfloat16))
+INT8, FLOAT8 = Wire(torch.int8, 0.25), Wire(torch.float8_e4m3fn, 2.0**-11)
+WIRES = (FLOAT32, FLOAT64, BFLOAT16, INT8, FLOAT8)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -28,11 +28,11 @@ def selections(draw):
 
 
 @given(selections(), st.sampled_from(WIRES), st.integers(0, 5), st.integers(-20, 60))
-@example((0, [], []), FLOAT, 0, 0)
-@example((BLOCK_ELEMENTS, list(range(BLOCK_ELEMENTS)), [1.0] * BLOCK_ELEMENTS), BRAIN, 3, 0)
+@example((0, [], []), FLOAT32, 0, 0)
+@example((BLOCK_ELEMENTS, list(range(BLOCK_ELEMENTS)), [1.0] * BLOCK_ELEMENTS), BFLOAT16, 3, 0)
 def test_unpacking_inverts_packing_up_to_the_capacity(selection, wire, header_fields, spare):
     num_elements, indices, numbers = selection
-    working = torch.float64 if wire == DOUBLE else torch.float32
+    working = torch.float64 if wire == FLOAT64 else torch.float32
     values = wire.rounded(torch.tensor(numbers, dtype=working))
     chosen = Selection(torch.tensor(indices, dtype=torch.int64), values)
     payload_format = PayloadFormat(num_elements, wire, header_fields)
@@ -67,24 +67,24 @@ def test_unpacking_inverts_packing_up_to_the_capacity(selection, wire, header_fi
     assert payload_format.unpack(exact, working).indices.tolist() == indices
 
 
-@pytest.mark.parametrize(("wire", "bytes_a_coordinate"), [(FLOAT, 6), (BRAIN, 4), (BYTE, 3), (QUARTER, 3)])
-def test_a_coordinate_costs_its_value_and_two_bytes(wire, bytes_a_coordinate):
+@pytest.mark.parametrize(("wire", "bytes_per_coordinate"), [(FLOAT32, 6), (BFLOAT16, 4), (INT8, 3), (FLOAT8, 3)])
+def test_a_coordinate_costs_its_value_and_two_bytes(wire, bytes_per_coordinate):
     payload_format = PayloadFormat(1_000_000, wire, 4)
     empty, full = (packed(payload_format, Selection(torch.arange(k), torch.ones(k))).numel() for k in (0, 10_000))
-    assert full - empty == 10_000 * bytes_a_coordinate
+    assert full - empty == 10_000 * bytes_per_coordinate
     assert empty <= 32 + 4 * 16 + 4  # header, a count per block, padding
 
 
 def test_a_wire_of_multiples_takes_the_step_of_the_sparsifier():
     assert wire_of("int8", torch.float32, ScaledIntegerRounding(0.7)) == Wire(torch.int8, 0.5)
     assert wire_of("float8", torch.float64, HardThreshold(threshold=1.0, layer_thresholds={"a": 0.5})).step == 2.0**-4
-    assert wire_of("bfloat16", torch.float32, HardThreshold(threshold=1.0)) == BRAIN
+    assert wire_of("bfloat16", torch.float32, HardThreshold(threshold=1.0)) == BFLOAT16
     # λ are too far apart or too small; with a density, λ is unknown before training.
     far_apart, too_small = HardThreshold(threshold=1.0, layer_thresholds={"a": 1e-9}), HardThreshold(threshold=1e-50)
     wire._warn_of_missing_step.cache_clear()
     with pytest.warns(UserWarning, match="the range of value_dtype='float8' is too small"):
-        assert wire_of("float8", torch.float32, far_apart) == FLOAT
-    assert wire_of("float8", torch.float64, too_small) == DOUBLE
+        assert wire_of("float8", torch.float32, far_apart) == FLOAT32
+    assert wire_of("float8", torch.float64, too_small) == FLOAT64
 
 
 @pytest.mark.parametrize(
@@ -114,18 +114,18 @@ def test_multiples_need_a_step_that_fits(sparsifier, value_dtype, message):
 def test_rounding_keeps_nan_and_infinity_and_adds_none():
     most = torch.finfo(torch.bfloat16).max
     values = torch.tensor([NAN, INF, -INF, 3.4e38, -3.4e38, 1.0 + 2**-20])
-    rounded = BRAIN.rounded(values)
+    rounded = BFLOAT16.rounded(values)
     assert rounded.isnan().tolist() == [True] + [False] * 5
     assert rounded[1:].tolist() == [INF, -INF, most, -most, 1.0]
 
 
 def test_a_grid_rounds_half_to_even_and_maps_non_finite_values_to_nan():
     values = torch.tensor([0.125, 0.375, -0.375, -0.1, 31.75, 32.0, -1e38, 31.9, NAN, INF, -INF])
-    rounded = BYTE.rounded(values)
+    rounded = INT8.rounded(values)
     assert rounded[:8].tolist() == [0.0, 0.5, -0.5, 0.0, 31.75, 31.75, -31.75, 31.75]
     assert torch.signbit(rounded[:8]).tolist() == [False, False, True, False, False, False, True, False]
     assert rounded[8:].isnan().all()
-    assert BYTE.encoded(rounded).tolist() == [0, 2, -2, 0, 127, 127, -127, 127, -128, -128, -128]
+    assert INT8.encoded(rounded).tolist() == [0, 2, -2, 0, 127, 127, -127, 127, -128, -128, -128]
 
 
 @given(
@@ -149,7 +149,7 @@ def test_float8_values_match_their_bits():
     for code in range(256):
         sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
         value = (mantissa / 8 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - 7) * (-1) ** sign
-        found = QUARTER.decoded(torch.tensor([code], dtype=torch.uint8), torch.float64).item()
-        assert found == value * QUARTER.scale or (code & 127 == 127 and found != found)
+        found = FLOAT8.decoded(torch.tensor([code], dtype=torch.uint8), torch.float64).item()
+        assert found == value * FLOAT8.scale or (code & 127 == 127 and found != found)
         if found == found:
-            assert QUARTER.encoded(torch.tensor([found])).item() == code
+            assert FLOAT8.encoded(torch.tensor([found])).item() == code

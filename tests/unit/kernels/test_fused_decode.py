@@ -8,26 +8,30 @@ from hypothesis import strategies as st
 from lightning_sparse.exchange.payload import CAPACITY_STEP, PayloadFormat
 from lightning_sparse.exchange.routes.adding import TILE, decode
 from lightning_sparse.exchange.wire import Wire
+from tests.unit.buckets import payloads_of, selections
 from tests.unit.kernels.test_fused_threshold import (
     AS_IT_IS,
     DEVICE,
-    DOUBLE,
-    FLOAT,
+    FLOAT32,
+    FLOAT64,
     WIRES,
     check_guards,
     guarded,
     on_device,
     same_bits,
 )
-from tests.unit.strategies.strategies import payloads_of, selections
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
-KINDS = [*((FLOAT, wire) for wire in (*WIRES, Wire(torch.int8, 0.25))), (DOUBLE, Wire(DOUBLE)), (DOUBLE, WIRES[-1])]
+KINDS = [
+    *((FLOAT32, wire) for wire in (*WIRES, Wire(torch.int8, 0.25))),
+    (FLOAT64, Wire(FLOAT64)),
+    (FLOAT64, WIRES[-1]),
+]
 
 
-def check(size, chosen, dtype=FLOAT, wire=AS_IT_IS, capacity=None, header_fields=0, divides_by="n"):
+def check(size, chosen, dtype=FLOAT32, wire=AS_IT_IS, capacity=None, header_fields=0, divides_by="n"):
     """Decode on the device and compare the result with a loop over payloads."""
     payload_format = PayloadFormat(size, wire, header_fields)
     capacity = max(selection.indices.numel() for selection in chosen) + 1 if capacity is None else capacity
@@ -64,7 +68,7 @@ def test_payloads_are_added_in_rank_order_and_divided_once(dtype, wire, counts):
         *((size, [0, 0]) for size in (70_000, 0)),
     ],
 )
-def test_every_size_of_buckets_and_payloads(size, counts, divides_by):
+def test_decoding_equals_a_loop_at_tile_boundaries(size, counts, divides_by):
     check(size, selections(size, counts), divides_by=divides_by)
 
 
@@ -88,7 +92,7 @@ def test_decode_concatenates_neighbouring_parts(size, whole):
 @on_device
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_payloads(data):
+def test_decoding_equals_a_loop_for_random_payloads(data):
     size, n = data.draw(st.sampled_from([3, 100, 66_000])), data.draw(st.integers(1, 5))
     counts = [data.draw(st.integers(0, min(size, 200))) for _ in range(n)]
     wire = data.draw(st.sampled_from(WIRES))

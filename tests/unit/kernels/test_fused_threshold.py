@@ -29,12 +29,12 @@ from lightning_sparse.sparsifiers.hard_threshold import ThresholdRun
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.distributed.simulation import through_float8
 from tests.interpreter import INTERPRETED
-from tests.unit.strategies.strategies import EDGE_THRESHOLDS, edge_values
+from tests.unit.buckets import EDGE_THRESHOLDS, edge_values
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
-AS_IT_IS = Wire(FLOAT)
-WIRES = (AS_IT_IS, Wire(BRAIN), Wire(torch.float8_e4m3fn, 0.25))
+FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+AS_IT_IS = Wire(FLOAT32)
+WIRES = (AS_IT_IS, Wire(BFLOAT16), Wire(torch.float8_e4m3fn, 0.25))
 SENTINEL = 77
 
 # The tests provoke overflow and NaN, and NumPy, which the interpreter uses, warns of them.
@@ -110,7 +110,7 @@ def expect(residual, gradient, runs, wire, scale=None):
 
 
 def header_of(layers=0):
-    return guarded(torch.full((FIXED_FIELDS + layers,), nan, dtype=DOUBLE))
+    return guarded(torch.full((FIXED_FIELDS + layers,), nan, dtype=FLOAT64))
 
 
 def check_step(expected, memory, gradient, runs, wire, scale=None, *, places=((), ()), **into):
@@ -130,7 +130,7 @@ def check_step(expected, memory, gradient, runs, wire, scale=None, *, places=(()
     assert found["selected"] == expected.selected.sum()
     assert found["non_finite"] == (~expected.compensated[expected.selected].isfinite()).sum()
     squared_error = expected.rest.double().square().sum().item()
-    if expected.compensated.dtype == DOUBLE or squared_error < 1e30:  # float32 squares overflow beyond
+    if expected.compensated.dtype == FLOAT64 or squared_error < 1e30:  # float32 squares overflow beyond
         assert found["squared_error"] == pytest.approx(squared_error, rel=1e-6, abs=1e-30)
     assert found["squared_gradient_norm"] == 0
     counts, of_slices = (
@@ -181,12 +181,12 @@ def check_mask(residual, gradient, runs, wire=AS_IT_IS, scale=None, out=None, di
         same_bits(given_gradient, gradient)
 
 
-def bucket(size, gradient_dtype=FLOAT, residual_dtype=FLOAT, seed=0):
+def bucket(size, gradient_dtype=FLOAT32, residual_dtype=FLOAT32, seed=0):
     """Return residual and gradient, whose sum has a standard deviation of about 1, with some special values."""
     generator = torch.Generator().manual_seed(seed)
     residual = (torch.randn(size, generator=generator) * 0.8).to(residual_dtype)
     gradient = (torch.randn(size, generator=generator) * 0.6).to(gradient_dtype)
-    special = torch.tensor([nan, inf, -inf, -0.0, 1e5, -7e4, 1e-40, 65_519.0, 65_520.0, 3.0009765625], dtype=DOUBLE)
+    special = torch.tensor([nan, inf, -inf, -0.0, 1e5, -7e4, 1e-40, 65_519.0, 65_520.0, 3.0009765625], dtype=FLOAT64)
     places = torch.randperm(size, generator=generator)[: special.numel()]
     residual[places] = special[: places.numel()].to(residual_dtype)
     gradient[places] = -0.0
@@ -199,23 +199,25 @@ def one_run(threshold, size, excess=0.0):
 
 @on_device
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("gradient_dtype", "scale"), [(FLOAT, None), (BRAIN, None), (HALF, 3.0), (FLOAT, 1024.0)])
-def test_a_float32_residual(gradient_dtype, scale, wire):
+@pytest.mark.parametrize(
+    ("gradient_dtype", "scale"), [(FLOAT32, None), (BFLOAT16, None), (FLOAT16, 3.0), (FLOAT32, 1024.0)]
+)
+def test_kernels_equal_tensor_operations_for_float32_residuals(gradient_dtype, scale, wire):
     residual, gradient = bucket(10_000, gradient_dtype)
     check_select(residual, gradient, one_run(2.0, 10_000), wire, scale, clears=True)
-    check_mask(residual, gradient, one_run(2.0, 10_000), wire, scale, out=FLOAT, divisor=3)
+    check_mask(residual, gradient, one_run(2.0, 10_000), wire, scale, out=FLOAT32, divisor=3)
     check_mask(residual, gradient, one_run(2.0, 10_000), wire, scale)
     check_select(residual, gradient, one_run(2.0, 10_000, excess=1.5), wire, scale)
-    check_mask(residual, gradient, one_run(2.0, 10_000, excess=1.5), wire, scale, out=FLOAT)
+    check_mask(residual, gradient, one_run(2.0, 10_000, excess=1.5), wire, scale, out=FLOAT32)
 
 
 @on_device
-@pytest.mark.parametrize("wire", [Wire(DOUBLE), *WIRES])
+@pytest.mark.parametrize("wire", [Wire(FLOAT64), *WIRES])
 @pytest.mark.parametrize("scale", [None, 3.0])
-def test_a_float64_residual(wire, scale):
-    residual, gradient = bucket(10_000, DOUBLE, DOUBLE)
+def test_kernels_equal_tensor_operations_for_float64_residuals(wire, scale):
+    residual, gradient = bucket(10_000, FLOAT64, FLOAT64)
     # Just above the middle of two 16-bit numbers: direct rounding goes up, rounding by way of float32 goes down.
-    residual[[7, 8, 9]] = torch.tensor([2 + 2**-7 + 2**-40, 2 + 2**-10 + 2**-40, 1e300], dtype=DOUBLE)
+    residual[[7, 8, 9]] = torch.tensor([2 + 2**-7 + 2**-40, 2 + 2**-10 + 2**-40, 1e300], dtype=FLOAT64)
     gradient[[7, 8, 9]] = 0
     check_select(residual, gradient, one_run(2 - 2**-50, 10_000), wire, scale)
     check_mask(residual, gradient, one_run(2 - 2**-50, 10_000), wire, scale)
@@ -223,14 +225,14 @@ def test_a_float64_residual(wire, scale):
 
 @on_device
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 8191, 8192, 8193, 65_535, 65_536, 65_537, 200_000])
-def test_every_size(size):
+def test_kernels_equal_tensor_operations_at_block_boundaries(size):
     residual, gradient = bucket(size)
     check_select(residual, gradient, one_run(2.5, size), WIRES[1])
-    check_mask(residual, gradient, one_run(2.5, size), WIRES[1], out=BRAIN)
+    check_mask(residual, gradient, one_run(2.5, size), WIRES[1], out=BFLOAT16)
 
 
 @on_device
-def test_an_empty_bucket():
+def test_kernels_equal_tensor_operations_in_empty_buckets():
     empty = torch.zeros(0)
     check_select(empty, empty, [], capacity=4)
     check_mask(empty, empty, [])
@@ -261,7 +263,7 @@ def test_each_run_has_its_own_threshold(size, starts):
 
 
 @on_device
-@pytest.mark.parametrize("dtype", [FLOAT, BRAIN])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_kernels_clear_gradients_at_any_offset(dtype):
     check_select(*bucket(20_001, dtype), one_run(1e9, 20_001), capacity=0, clears=True, offset=1)
 
@@ -269,14 +271,14 @@ def test_kernels_clear_gradients_at_any_offset(dtype):
 @on_device
 def test_runs_of_float64_keep_their_bits():
     threshold = 0.1
-    residual = torch.full((64,), nextafter(threshold, 0), dtype=DOUBLE)
+    residual = torch.full((64,), nextafter(threshold, 0), dtype=FLOAT64)
     runs = [ThresholdRun(threshold, 0, 32), ThresholdRun(nextafter(threshold, 0), 32, 64)]
-    expected = check_select(residual, torch.zeros(64), runs, Wire(DOUBLE))
+    expected = check_select(residual, torch.zeros(64), runs, Wire(FLOAT64))
     assert expected.selected.tolist() == [False] * 32 + [True] * 32
 
 
 @on_device
-@pytest.mark.parametrize("wire", [AS_IT_IS, Wire(BRAIN)])
+@pytest.mark.parametrize("wire", [AS_IT_IS, Wire(BFLOAT16)])
 @pytest.mark.parametrize("spare", [-1, 0, 1, -10_000])
 @pytest.mark.parametrize("size", [3000, 70_000])
 def test_values_beyond_the_capacity_stay_and_are_counted(size, spare, wire):
@@ -292,7 +294,7 @@ def test_kernels_treat_edge_values_as_tensors_do(wire, limit):
     p = edge_values()
     nothing, runs = torch.full_like(p, -0.0), one_run(limit, p.numel())
     check_select(p, nothing, runs, wire)
-    check_mask(p, nothing, runs, wire, out=FLOAT)
+    check_mask(p, nothing, runs, wire, out=FLOAT32)
     kept = p.clone()
     keep_residual(kept, HardThreshold(threshold=limit).select(kept, LayerLayout(("p",), (p.numel(),))), wire)
     same_bits(expect(p, nothing, runs, wire).rest, kept)
@@ -300,7 +302,7 @@ def test_kernels_treat_edge_values_as_tensors_do(wire, limit):
 
 @on_device
 @pytest.mark.parametrize("size", [75_000, 65_536, 5])
-@pytest.mark.parametrize("check", [partial(check_mask, out=FLOAT), partial(check_select, capacity=4)])
+@pytest.mark.parametrize("check", [partial(check_mask, out=FLOAT32), partial(check_select, capacity=4)])
 def test_coordinates_of_every_layer_and_slice_are_counted(size, check):
     residual, gradient = bucket(size)
     inner = [1, 2, 31, 32, 33, 64, 64, 1000, 8191, 8192, 65_504, 65_535, 65_536, 65_537, 65_600, 73_727, 73_728]
@@ -314,7 +316,9 @@ def test_coordinates_of_every_layer_and_slice_are_counted(size, check):
 @on_device
 def test_buckets_of_all_sizes_and_dtypes_share_a_work_space():
     buffers = Buffers()
-    for seed, (size, dtype) in enumerate([(40, FLOAT), (70_000, FLOAT), (100, DOUBLE), (9_000, FLOAT), (1, DOUBLE)]):
+    for seed, (size, dtype) in enumerate(
+        [(40, FLOAT32), (70_000, FLOAT32), (100, FLOAT64), (9_000, FLOAT32), (1, FLOAT64)]
+    ):
         residual, gradient = bucket(size, dtype, dtype, seed)
         check_select(residual, gradient, one_run(1.0, size), Wire(dtype), buffers=buffers)
         check_mask(residual, gradient, one_run(0.5, size), Wire(dtype), buffers=buffers)
@@ -335,7 +339,7 @@ def test_sent_plus_kept_values_equal_the_compensated_gradient(data):
         runs.append(ThresholdRun(limit, *span, excess=limit * data.draw(st.sampled_from([0.0, 0.0, 0.25, 0.5]))))
     wire = data.draw(st.sampled_from(WIRES))
     expected = check_select(residual, gradient, runs, wire, capacity=data.draw(st.integers(0, len(residual) + 1)))
-    check_mask(residual, gradient, runs, wire, out=FLOAT)
+    check_mask(residual, gradient, runs, wire, out=FLOAT32)
     if wire == AS_IT_IS:
         finite = expected.compensated.isfinite()
         assert torch.equal((expected.sent + expected.rest)[finite], expected.compensated[finite])

@@ -12,7 +12,7 @@ from lightning_sparse.sparsifiers.protocol import LayerLayout
 from lightning_sparse.sparsifiers.random_k import RandomK
 from lightning_sparse.sparsifiers.rounding import ScaledIntegerRounding, StochasticRounding
 from lightning_sparse.sparsifiers.top_k import TopK
-from tests.unit.strategies.strategies import Transfer
+from tests.unit.buckets import Transfer
 
 NAN, INF = float("nan"), float("inf")
 

@@ -22,7 +22,7 @@ from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.selection.statistics import SLOTS
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.integration.models import assert_equal
-from tests.unit.strategies.strategies import EDGE_THRESHOLDS, Transfer, edge_values, payloads_of, selections
+from tests.unit.buckets import EDGE_THRESHOLDS, Transfer, edge_values, payloads_of, selections
 
 NAN, INF = float("nan"), float("inf")
 WIRES = (*map(Wire, (torch.float32, torch.bfloat16)), Wire(torch.float8_e4m3fn, 2.0**-6))
@@ -217,7 +217,7 @@ def test_other_dtypes_use_tensor_operations():
 
 
 def compile_once(command, *, run=subprocess.run, made={}, **options):  # noqa: B006  (a memory)
-    """Run a compiler, or reuses the output of an equal command in this process."""
+    """Run a compiler, or reuse the output of an equal command in this process."""
     if "-o" not in command:
         return run(command, **options)
     place = command.index("-o") + 1

@@ -15,7 +15,7 @@ from lightning_sparse import (
     TopK,
 )
 from lightning_sparse.sparsifiers.protocol import LayerLayout, WholeStep
-from tests.unit.strategies.strategies import buckets, thresholds
+from tests.unit.buckets import buckets, thresholds
 
 NAN, INF = float("nan"), float("inf")
 SPARSIFIERS = (

@@ -24,7 +24,7 @@ TINY, HUGE = 1.23456e-9, 1.23456e15
 
 
 @pytest.fixture(autouse=True)
-def _says_everything() -> Iterator[None]:
+def forget_reported_messages() -> Iterator[None]:
     advice_module._reported.clear()
     yield
     advice_module._reported.clear()

@@ -4,21 +4,11 @@ import inspect
 from typing import Any
 
 import pytest
-import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy
 
 import lightning_sparse
 from lightning_sparse.strategies.arguments import _entries
-
-
-def test_a_closure_keeps_its_place_among_the_arguments_of_a_step() -> None:
-    strategy, optimizer = lightning_sparse.HSDPHardThresholdStrategy(), torch.optim.SGD([torch.zeros(1)])
-    args, kwargs = strategy._before_any_step(optimizer, ((optimizer, print, 3), {}))
-    assert (args[0], callable(args[1]), args[2:], kwargs) == (optimizer, True, (3,), {})
-    args, kwargs = strategy._before_any_step(optimizer, ((optimizer,), {"closure": print, "other": 3}))
-    assert (args, callable(kwargs["closure"]), kwargs["other"]) == ((optimizer,), True, 3)
-
 
 THRESHOLD: dict[str, Any] = {
     "threshold": None,

@@ -19,7 +19,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.sparsifiers.protocol import WholeStep, in_order, require_marks
 from lightning_sparse.sparsifiers.top_k import kth_largest_magnitude
-from tests.unit.strategies.strategies import DTYPES, buckets, values
+from tests.unit.buckets import DTYPES, buckets, values
 
 NAN, INF = float("nan"), float("inf")
 
