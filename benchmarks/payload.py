@@ -4,16 +4,16 @@
 
 Two hosts exchange a bucket over Gloo with exchange="gather". The number of coordinates is constant or varies by 3 %
 between steps and workers. After the forecast of the capacity has settled, each host counts the bytes that its network
-interface sends, and divides them by the coordinates sent. The bytes are
+interface sends, and divides them by the coordinates sent. The table shows the mean over the hosts. The bytes are
 
     coordinates   values and offsets: 6 bytes each in fp32, 4 in bf16 and fp16, 3 in fp8
-    padding       unused capacity, and second rounds for values beyond the capacity
+    padding       up to 7 coordinates per message, and second rounds for values beyond the capacity
     header        counts per block and the step's numbers, 8-byte aligned: a constant size
     frames        Ethernet, IP and TCP headers, acknowledgements, and Gloo's overhead
 
 The target applies to coordinates and padding. A lab's interface counts headers once per frame of TCP, of up to 16 kB.
 Therefore all cases run again with frames of 1500 bytes, as on a cable. "less empty" subtracts the bytes of an exchange
-without coordinates, which has a capacity of 16.
+without coordinates.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -117,8 +118,14 @@ def _run_case(dtype: str, selected: int, variation: float, options: argparse.Nam
     }
 
 
+def mean_over_hosts(of_hosts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """Return a case with the means of its counts per step."""
+    names = ("coordinates", "handed_bytes", "interface_bytes")
+    return of_hosts[0] | {name: list(map(fmean, zip(*(case[name] for case in of_hosts), strict=True))) for name in names}
+
+
 def summarise(case: dict[str, Any], empty: dict[str, Any], warm_up: int) -> dict[str, Any]:
-    """Return the bytes per coordinate of a case on a host, over the steps after the warmup."""
+    """Return the bytes per coordinate of a case, over the steps after the warmup."""
     coordinates, handed_bytes = sum(case["coordinates"][warm_up:]), sum(case["handed_bytes"][warm_up:])
     steps, sent_bytes = len(case["interface_bytes"]), sum(case["interface_bytes"])
     header, needed = steps * case["header_bytes"], coordinates * case["coordinate_bytes"]
@@ -140,14 +147,15 @@ def summarise(case: dict[str, Any], empty: dict[str, Any], warm_up: int) -> dict
 
 
 def measure(options: argparse.Namespace, *, short_frames: bool) -> list[dict[str, Any]]:
-    """Run all cases in a lab and return host 0's summaries."""
+    """Run all cases in a lab and return their summaries."""
     with NetworkLab(hosts=2) as lab:
         if short_frames:  # one segment per frame
             for host in range(lab.hosts):
                 change = ["ip", "link", "set", "dev", INTERFACE, "gso_max_segs", "1"]
                 subprocess.run(lab.on_host(host, change), check=True)
         lab.shape(rate=options.rate)
-        cases = read_results(lab.run([sys.executable, "-m", "benchmarks.payload", *sys.argv[1:], "--worker"]))[0]
+        hosts = read_results(lab.run([sys.executable, "-m", "benchmarks.payload", *sys.argv[1:], "--worker"]))
+    cases = [mean_over_hosts(of_hosts) for of_hosts in zip(*hosts, strict=True)]
     empties = {case["dtype"]: case for case in cases if not case["selected"]}
     return [summarise(case, empties[case["dtype"]], options.warm_up) for case in cases if case["selected"]]
 
