@@ -120,8 +120,11 @@ def _run_case(dtype: str, selected: int, variation: float, options: argparse.Nam
 
 def mean_over_hosts(of_hosts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """Return a case with the means of its counts per step."""
-    names = ("coordinates", "handed_bytes", "interface_bytes")
-    return of_hosts[0] | {name: list(map(fmean, zip(*(case[name] for case in of_hosts), strict=True))) for name in names}
+    columns = {
+        name: zip(*(case[name] for case in of_hosts), strict=True)
+        for name in ("coordinates", "handed_bytes", "interface_bytes")
+    }
+    return of_hosts[0] | {name: [fmean(counts) for counts in column] for name, column in columns.items()}
 
 
 def summarise(case: dict[str, Any], empty: dict[str, Any], warm_up: int) -> dict[str, Any]:

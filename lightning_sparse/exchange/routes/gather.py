@@ -89,7 +89,7 @@ class PayloadCoalescer:
             return
         payloads, take, workers = [transfer.payload for transfer in waiting], waiting[0].take, waiting[0].workers
         formats, sizes = [transfer.format for transfer in waiting], [payload.numel() for payload in payloads]
-        are_short = workers.sends_messages(payloads[0])
+        are_short = waiting[0].sends_short_payloads
         if are_short:
             payloads = [transfer.format.shortened(transfer.payload) for transfer in waiting]
         together = payloads[0]
@@ -137,6 +137,11 @@ class GatherTransfer(Transfer):
         self._overflow_format = PayloadFormat(self.format.num_elements, self.format.wire)
         self._overflows: Tensor | None = None
         self._is_averaged = False
+
+    @property
+    def sends_short_payloads(self) -> bool:
+        """Whether payloads are sent without unused capacity, which Triton's kernels need (on a CPU, in tests)."""
+        return self.workers.sends_messages(self.payload) and not is_available(self.out.device)
 
     def start(self) -> None:
         """Hand the payload to the coalescer."""
@@ -215,7 +220,7 @@ class GatherTransfer(Transfer):
 
     def _mean_bytes(self) -> int:
         """Return the bytes of a payload in the first round, the mean over the workers."""
-        if not self.workers.sends_messages(self.payload):
+        if not self.sends_short_payloads:
             return self.payload.nbytes
         held = [min(aligned(count), self.capacity) for count in self._counts]
         return sum(map(self.format.payload_bytes, held)) // len(held)

@@ -88,8 +88,11 @@ def _variants(is_local, sparsifier, dtype, options):
 
 
 def numbers_of(step):
-    """Return the coordinates of each layer, and all numbers but its errors, in which values beyond a payload count."""
-    return [layer.selected for layer in step.layers.values()], asdict(replace(step, layers={}))
+    """Return the coordinates of each layer, and all numbers but its errors, in which values beyond a payload count.
+
+    Nor the bytes, because kernels need payloads of equal size.
+    """
+    return [layer.selected for layer in step.layers.values()], asdict(replace(step, layers={}, payload_bytes=0))
 
 
 if INTERPRETED:
