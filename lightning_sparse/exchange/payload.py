@@ -75,19 +75,13 @@ class PayloadFormat:
         return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
 
     def used_bytes(self, payload: Tensor) -> int:
-        """Return the bytes of a payload without its unused capacity. Waits for the device.
-
-        ``payload``: uint8, shape (payload_bytes(c),); positions behind the block ends are not read.
-        """
+        """Return the bytes of a payload without its unused capacity; reads only the last block end."""
         last_end = 8 * self.header_fields + 4 * (self.num_blocks - 1)
         num_selected = int(payload[last_end : last_end + 4].view(torch.int32))
         return self.payload_bytes(min(aligned(num_selected), self.capacity(payload.numel())))
 
     def shortened(self, payload: Tensor) -> Tensor:
-        """Return a payload without unused capacity, in the first bytes of the given payload.
-
-        Moves the offsets, so the given payload can no longer be read.
-        """
+        """Return a payload without unused capacity, in the memory of the given payload, which becomes invalid."""
         short = payload[: self.used_bytes(payload)]
         start, new_start = (self._offsets_start(self.capacity(part.numel())) for part in (payload, short))
         offsets = short[new_start:]

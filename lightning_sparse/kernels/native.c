@@ -281,7 +281,7 @@ typedef struct {
     const char *const *rows;   /* the payload of each worker */
     const int64_t *capacities; /* of each payload */
     int64_t num_payloads, num_blocks;
-    int64_t ends_at, values_at; /* where they begin in a payload; offsets follow the values */
+    int64_t ends_at, values_at, value_bytes; /* where they begin in a payload; offsets follow the values */
     float scale;
     int32_t wire;
     int32_t by_senders; /* whether sums are divided by the number of nonzero values, instead of that of payloads */
@@ -297,10 +297,7 @@ typedef struct {
 INLINE block_t part_of(const payloads_t *all, int64_t rank, int64_t block) {
     const int32_t *ends = (const int32_t *)(all->rows[rank] + all->ends_at);
     const char *values = all->rows[rank] + all->values_at;
-    const int64_t capacity = all->capacities[rank], value_bytes = all->wire == WIRE_FLOAT32    ? 4
-                                                                  : all->wire == WIRE_BFLOAT16 ? 2
-                                                                                               : 1;
-    const int64_t of_values = capacity * value_bytes;
+    const int64_t capacity = all->capacities[rank], of_values = capacity * all->value_bytes;
     const uint16_t *offsets = (const uint16_t *)(values + of_values + of_values % 2);
     return (block_t){values, offsets, block ? ends[block - 1] : 0, ends[block] < capacity ? ends[block] : capacity};
 }

@@ -57,14 +57,6 @@ class Payloads(ctypes.Structure):
 
     _fields_ = _fields_of("payloads_t")
 
-    @classmethod
-    def of(cls, addresses: Sequence[int], capacities: Sequence[int], **values: Any) -> "Payloads":
-        """Return payloads with these addresses and capacities, one per worker, and values of the other fields."""
-        payloads = cls(num_payloads=len(addresses), **values)
-        payloads._arrays = torch.tensor(addresses), torch.tensor(capacities)  # as long as the pointers to them
-        payloads.rows, payloads.capacities = map(pointer, payloads._arrays)
-        return payloads
-
 
 class Parts:
     """Tensors that together hold the elements of a bucket: float32, contiguous, on the CPU.

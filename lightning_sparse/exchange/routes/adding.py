@@ -59,17 +59,14 @@ def average(
 
 def native_payloads(payload_format: PayloadFormat, rows: Rows, by_senders: bool) -> Payloads:
     """Describe payloads, which must outlive the result, to compiled functions."""
-    wire = payload_format.wire
-    return Payloads.of(
-        [pointer(row) for row in rows],
-        [payload_format.capacity(row.numel()) for row in rows],
-        ends_at=8 * payload_format.header_fields,
-        values_at=payload_format.fixed_bytes,
-        num_blocks=payload_format.num_blocks,
-        scale=wire.scale,
-        wire=WIRES[wire.dtype],
-        by_senders=by_senders,
-    )
+    addresses = torch.tensor([pointer(row) for row in rows])
+    capacities = torch.tensor([payload_format.capacity(row.numel()) for row in rows])
+    counts, wire = (len(rows), payload_format.num_blocks), payload_format.wire
+    places = 8 * payload_format.header_fields, payload_format.fixed_bytes, wire.dtype.itemsize
+    arrays = pointer(addresses), pointer(capacities)
+    payloads = Payloads(*arrays, *counts, *places, wire.scale, WIRES[wire.dtype], by_senders)
+    payloads.arrays = addresses, capacities  # live as long as the pointers to them
+    return payloads
 
 
 def add(payload_format: PayloadFormat, rows: Rows, out: Tensor, senders: Tensor | None = None) -> None:

@@ -46,14 +46,12 @@ class Message:
         self.work.wait()
         if not self.are_short:
             return torch.split(self.rows, list(self.sizes), dim=1)
-        return [list(payloads) for payloads in zip(*map(self._split, self.rows.unbind()), strict=True)]
-
-    def _split(self, row: Tensor) -> list[Tensor]:
-        payloads, start = [], 0
-        for payload_format, size in zip(self.formats, self.sizes, strict=True):
-            end = start + payload_format.used_bytes(row[start : start + size])
-            payloads.append(row[start:end])
-            start = end
+        payloads: list[list[Tensor]] = [[] for _ in self.formats]
+        for row in self.rows:
+            for of_bucket, payload_format, size in zip(payloads, self.formats, self.sizes, strict=True):
+                end = payload_format.used_bytes(row[:size])
+                of_bucket.append(row[:end])
+                row = row[end:]
         return payloads
 
 
@@ -171,7 +169,11 @@ class GatherTransfer(Transfer):
     def second_round(self, header: Tensor, sizes: list[int]) -> None:
         """Send the coordinates beyond the capacity; usually there are none."""
         self._counts: list[int] = header[:, NUM_SELECTED].long().tolist()
-        self.sent_bytes += self._mean_bytes()
+        size = self.payload.nbytes
+        if self.sends_short_payloads:  # the mean over the workers
+            held = [min(aligned(count), self.capacity) for count in self._counts]
+            size = sum(map(self.format.payload_bytes, held)) // len(held)
+        self.sent_bytes += size
         largest_overflow = max(self._counts) - self.capacity
         if largest_overflow <= 0:
             return
@@ -217,13 +219,6 @@ class GatherTransfer(Transfer):
                 add_selection(held, self.out, senders)
                 add_selection(beyond, self.out, senders)
         self.out.div_(self.workers.num_workers if senders is None else senders.clamp_(min=1))
-
-    def _mean_bytes(self) -> int:
-        """Return the bytes of a payload in the first round, the mean over the workers."""
-        if not self.sends_short_payloads:
-            return self.payload.nbytes
-        held = [min(aligned(count), self.capacity) for count in self._counts]
-        return sum(map(self.format.payload_bytes, held)) // len(held)
 
     def _wait_for_payloads(self) -> Rows:
         """Wait for the last collective and return all workers' payloads."""
