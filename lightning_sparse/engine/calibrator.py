@@ -85,7 +85,7 @@ class Calibrator:
             return
         measured_before = self._running.measured_steps
         self._running.observe(stats.squared_gradient_norm)
-        if self._running.measured_steps == measured_before and self._running.unmeasured_steps == LATE:
+        if self._running.measured_steps == measured_before and self._running.unmeasured_steps % LATE == 0:
             self._report_late_calibration(stats, self._running)
         if self._running.is_complete:
             calibration, self._running = self._running, None
@@ -104,7 +104,7 @@ class Calibrator:
                 f"No threshold can be calibrated: gradients are finite, but ‖g‖² overflowed in {observed_steps} "
                 "steps. Scale the loss down, or give threshold=… instead of density=…"
             )
-        if self._logs:
+        if self._logs and calibration.unmeasured_steps == LATE:
             rank_zero_warn(
                 f"lightning_sparse: no threshold after {observed_steps} steps, so everything is sent. "
                 f"Calibration needs {calibration.steps} steps with a finite ‖g‖² above 0. It observed "

@@ -188,7 +188,7 @@ class Exchange:
         """Complete the step: every ``out`` holds its average.
 
         Returns:
-            For each bucket, all workers' headers in rank order: float64, shape (n, H), on the CPU; the bytes that this
+            For each bucket, all workers' headers in rank order: float64, shape (n, H), on the CPU; the bytes that a
             worker passed to collectives; and the number of elements in dense buckets.
         """
         transfers, lengths = self._transfers, [header.numel() for header in self._headers]

@@ -76,8 +76,12 @@ class _ThreadWorker(Workers):
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         with self.threads.gather_parts(self.rank, part) as parts:
-            for row, given in zip(out.view(self.num_workers, -1), parts, strict=True):
-                row[: given.numel()].copy_(given)
+            rows = out.view(self.num_workers, -1)
+            if not self.sends_messages(out):
+                torch.stack(parts, out=rows)
+            else:  # of different lengths
+                for row, given in zip(rows, parts, strict=True):
+                    row[: given.numel()].copy_(given)
         return Pending()
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Pending:

@@ -8,13 +8,13 @@ An index is an offset of 16 bits inside its block of 65,536 elements. Indices as
 determine each coordinate's block. This takes 2 bytes per index and 4 bytes per block instead of 8 bytes per index.
 
 A payload has a capacity of c coordinates. Block ends count all k selected coordinates, so the last end is k. If k < c,
-the positions after the first k are unused; if k > c, the payload holds only the first c. Messages over Gloo leave
+the positions after the first k are unused; if k > c, the payload holds only the first c. Gathers over Gloo leave
 unused capacity out (``shortened``). NCCL's collectives need equal sizes on all workers and send it.
 """
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers.protocol import Selection
 
 BLOCK_ELEMENTS = 65_536
+Count = TypeVar("Count", int, Tensor)
 CAPACITY_STEP = 8
 """Capacities are multiples of this, so that payloads are a multiple of 8 bytes for every wire."""
 
@@ -65,7 +66,7 @@ class PayloadFormat:
         """Bytes of a payload of capacity 0."""
         return 8 * self.header_fields + 8 * -(-self.num_blocks // 2)
 
-    def payload_bytes(self, capacity: int) -> int:
+    def payload_bytes(self, capacity: Count) -> Count:
         """Return the bytes of a payload of this capacity."""
         padding = capacity * self.wire.dtype.itemsize % 2
         return self.fixed_bytes + capacity * self.coordinate_bytes + padding
@@ -74,15 +75,15 @@ class PayloadFormat:
         """Return the capacity of a payload with this number of bytes."""
         return (payload_bytes - self.fixed_bytes) // self.coordinate_bytes
 
-    def used_bytes(self, payload: Tensor) -> int:
-        """Return the bytes of a payload without its unused capacity; reads only the last block end."""
-        last_end = 8 * self.header_fields + 4 * (self.num_blocks - 1)
-        num_selected = int(payload[last_end : last_end + 4].view(torch.int32))
-        return self.payload_bytes(min(aligned(num_selected), self.capacity(payload.numel())))
+    @property
+    def last_end_at(self) -> int:
+        """The position of the last block end, which is k, in the bytes of a payload."""
+        return 8 * self.header_fields + 4 * (self.num_blocks - 1)
 
     def shortened(self, payload: Tensor) -> Tensor:
         """Return a payload without unused capacity, in the memory of the given payload, which becomes invalid."""
-        short = payload[: self.used_bytes(payload)]
+        num_selected = int(payload[self.last_end_at : self.last_end_at + 4].view(torch.int32))
+        short = payload[: self.payload_bytes(min(aligned(num_selected), self.capacity(payload.numel())))]
         start, new_start = (self._offsets_start(self.capacity(part.numel())) for part in (payload, short))
         offsets = short[new_start:]
         offsets.copy_(payload[start : start + offsets.numel()].clone())  # source and target may overlap
@@ -174,6 +175,6 @@ def _block_starts(num_blocks: int, device: torch.device) -> Tensor:
     return torch.arange(num_blocks, device=device) * BLOCK_ELEMENTS
 
 
-def aligned(count: int) -> int:
+def aligned(count: Count) -> Count:
     """Return the count rounded up to a multiple of CAPACITY_STEP."""
     return -(-count // CAPACITY_STEP) * CAPACITY_STEP

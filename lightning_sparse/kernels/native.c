@@ -281,7 +281,7 @@ typedef struct {
     const char *const *rows;   /* the payload of each worker */
     const int64_t *capacities; /* of each payload */
     int64_t num_payloads, num_blocks;
-    int64_t ends_at, values_at, value_bytes; /* where they begin in a payload; offsets follow the values */
+    int64_t ends_at, values_at, value_bytes; /* where ends and values begin, and the bytes of a value; offsets follow */
     float scale;
     int32_t wire;
     int32_t by_senders; /* whether sums are divided by the number of nonzero values, instead of that of payloads */

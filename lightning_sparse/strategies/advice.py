@@ -111,7 +111,7 @@ class Advice:
             return
         if stats.is_calibration:
             self._calibrating += 1
-            self._has_measured |= stats.squared_gradient_norm > 0
+            self._has_measured |= 0 < stats.squared_gradient_norm < inf
             return
         layers = self._silent_layers if self._steps else stats.layers
         self._steps += 1
@@ -136,7 +136,7 @@ class Advice:
             self._warn(
                 "calibration",
                 f"training ended during calibration: all {_count(self._calibrating)} exchanges sent everything. "
-                + ("Lower calibration_steps." if self._has_measured else f"All {self._kind} were 0."),
+                + ("Lower calibration_steps." if self._has_measured else "All ‖g‖² were 0 or not finite."),
             )
         sent = self._selected / max(self._elements, 1) * self._steps
         silent = {name: error for name, error in self._silent_layers.items() if error > 0}

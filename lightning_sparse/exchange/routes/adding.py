@@ -59,13 +59,12 @@ def average(
 
 def native_payloads(payload_format: PayloadFormat, rows: Rows, by_senders: bool) -> Payloads:
     """Describe payloads, which must outlive the result, to compiled functions."""
-    addresses = torch.tensor([pointer(row) for row in rows])
-    capacities = torch.tensor([payload_format.capacity(row.numel()) for row in rows])
+    capacities = [payload_format.capacity(row.numel()) for row in rows]
     counts, wire = (len(rows), payload_format.num_blocks), payload_format.wire
     places = 8 * payload_format.header_fields, payload_format.fixed_bytes, wire.dtype.itemsize
-    arrays = pointer(addresses), pointer(capacities)
-    payloads = Payloads(*arrays, *counts, *places, wire.scale, WIRES[wire.dtype], by_senders)
-    payloads.arrays = addresses, capacities  # live as long as the pointers to them
+    arrays = torch.tensor([pointer(row) for row in rows]), torch.tensor(capacities)
+    payloads = Payloads(*map(pointer, arrays), *counts, *places, wire.scale, WIRES[wire.dtype], by_senders)
+    payloads.arrays = arrays  # live as long as the pointers to them
     return payloads
 
 

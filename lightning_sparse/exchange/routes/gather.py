@@ -1,5 +1,7 @@
 """The usual route: an all-gather of payloads, with shared messages for small payloads."""
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,12 +48,13 @@ class Message:
         self.work.wait()
         if not self.are_short:
             return torch.split(self.rows, list(self.sizes), dim=1)
-        payloads: list[list[Tensor]] = [[] for _ in self.formats]
-        for row in self.rows:
-            for of_bucket, payload_format, size in zip(payloads, self.formats, self.sizes, strict=True):
-                end = payload_format.used_bytes(row[:size])
-                of_bucket.append(row[:end])
-                row = row[end:]
+        flat, payloads = self.rows.view(-1), []
+        starts = torch.arange(0, flat.numel(), self.rows.shape[1])
+        for payload_format, size in zip(self.formats, self.sizes, strict=True):
+            counts = flat.view(torch.int32)[(starts + payload_format.last_end_at) // 4].long()
+            ends = starts + payload_format.payload_bytes(aligned(counts).clamp(max=payload_format.capacity(size)))
+            payloads.append([flat[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
+            starts = ends
         return payloads
 
 
@@ -76,6 +79,7 @@ class PayloadCoalescer:
     def add(self, transfer: "GatherTransfer") -> None:
         """Add a final payload to the waiting payloads, and send them if they are large enough."""
         self.waiting.append(transfer)
+        # By capacity, because all workers must send at the same bucket.
         waiting_bytes = sum(waiting.payload.nbytes for waiting in self.waiting)
         if not transfer.workers.sends_messages(transfer.payload) or waiting_bytes >= self._full_bytes:
             self.flush()
@@ -87,7 +91,10 @@ class PayloadCoalescer:
             return
         payloads, take, workers = [transfer.payload for transfer in waiting], waiting[0].take, waiting[0].workers
         formats, sizes = [transfer.format for transfer in waiting], [payload.numel() for payload in payloads]
-        are_short = waiting[0].sends_short_payloads
+        # Gloo's libuv transport (macOS, Windows) cannot receive less than its buffer. Triton's kernels, which tests run
+        # on a CPU, need payloads of equal size.
+        is_over_tcp = sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() != "UV"
+        are_short = is_over_tcp and workers.sends_messages(payloads[0]) and not is_available(payloads[0].device)
         if are_short:
             payloads = [transfer.format.shortened(transfer.payload) for transfer in waiting]
         together = payloads[0]
@@ -136,11 +143,6 @@ class GatherTransfer(Transfer):
         self._overflows: Tensor | None = None
         self._is_averaged = False
 
-    @property
-    def sends_short_payloads(self) -> bool:
-        """Whether payloads are sent without unused capacity, which Triton's kernels need (on a CPU, in tests)."""
-        return self.workers.sends_messages(self.payload) and not is_available(self.out.device)
-
     def start(self) -> None:
         """Hand the payload to the coalescer."""
         self.coalescer.add(self)
@@ -169,15 +171,11 @@ class GatherTransfer(Transfer):
     def second_round(self, header: Tensor, sizes: list[int]) -> None:
         """Send the coordinates beyond the capacity; usually there are none."""
         self._counts: list[int] = header[:, NUM_SELECTED].long().tolist()
-        size = self.payload.nbytes
-        if self.sends_short_payloads:  # the mean over the workers
-            held = [min(aligned(count), self.capacity) for count in self._counts]
-            size = sum(map(self.format.payload_bytes, held)) // len(held)
-        self.sent_bytes += size
+        rows = self._wait_for_payloads()
+        self.sent_bytes += rows.shape[1] if isinstance(rows, Tensor) else sum(row.numel() for row in rows) // len(rows)
         largest_overflow = max(self._counts) - self.capacity
         if largest_overflow <= 0:
             return
-        self._wait_for_payloads()
         self._is_averaged, self.take_payloads = False, None
         self.out.zero_()
         count = self._counts[self.workers.rank]
@@ -186,8 +184,7 @@ class GatherTransfer(Transfer):
         received = None if self.costs is None else self.costs.received_bytes(largest_overflow, 0)
         if received is not None and received["gather"] > received["dense"]:
             self.is_dense = True
-            own = self._wait_for_payloads()[self.workers.rank]
-            for indices, values in (self.format.unpack(own, self.out.dtype, count), overflow):
+            for indices, values in (self.format.unpack(rows[self.workers.rank], self.out.dtype, count), overflow):
                 self.out[indices] = values
             self.work = self.workers.all_reduce(self.out)
             self.sent_bytes += self.out.nbytes

@@ -11,8 +11,7 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.sparsifiers.protocol import Selection
 
-Rows = Tensor | list[Tensor]
-"""The payloads of all workers in a tensor of shape (n, bytes), or payloads of different sizes in a list."""
+Rows = Tensor | list[Tensor]  # the payloads of all workers: shape (n, bytes), or of different sizes
 NUM_SELECTED, LARGEST_SLICE, NON_FINITE = range(3)
 """The header fields of the exchange: k, the largest number of coordinates in any of n equal slices, and the number of
 values that are not finite."""
@@ -46,7 +45,7 @@ class Transfer:
             ``out``. If a payload overflows, the route writes ``out`` after all.
         overflow: returns selected coordinates beyond the payload's capacity; the caller sets it.
         work: the last started collective; after ``prepare`` the exchange waits for it.
-        sent_bytes: bytes that this worker passed to collectives.
+        sent_bytes: bytes passed to collectives; of short payloads, the mean over the workers.
         is_dense: whether all workers exchange the bucket densely, with zeros for unselected elements.
         is_typical: whether later steps are expected to resemble this step.
         is_cleared: whether the caller left zeros in ``out``.

@@ -55,7 +55,12 @@ def test_calibration_raises_if_squares_of_finite_gradients_overflow():
     stats = StepStats(2, 100, 200, 0.0, 0, float("inf"), 0, 400, 400, 0.0)
     for _ in range(49):
         calibrator.observe(stats)
-    with pytest.raises(RuntimeError, match=r"gradients are finite, but ‖g‖² overflowed in 50 steps. Scale the loss"):
+    with pytest.raises(RuntimeError, match="overflowed in 50 steps"):
+        calibrator.observe(stats)
+    # A resume continues after 50 steps.
+    for _ in range(49):
+        calibrator.observe(stats)
+    with pytest.raises(RuntimeError, match=r"gradients are finite, but ‖g‖² overflowed in 100 steps. Scale the loss"):
         calibrator.observe(stats)
 
 

@@ -128,9 +128,12 @@ SITUATIONS = {
     "ends in calibration": Situation(
         [CALIBRATION] * 20, [r"training ended during calibration: all 20 exchanges sent everything. Lower"]
     ),
-    "ends in calibration without an optimizer": Situation(
-        [replace(CALIBRATION, squared_gradient_norm=0.0)] * 20, [r"sent everything. All drifts were 0"], kind="drifts"
-    ),
+    **{
+        f"ends in calibration with a norm of {norm}": Situation(
+            [replace(CALIBRATION, squared_gradient_norm=norm)] * 20, [r"sent everything. All ‖g‖² were 0 or not finite"]
+        )
+        for norm in (0.0, float("nan"), float("inf"))
+    },
     "short": Situation(
         [], [r"steps × density is only 1 .100 × 0.01.. Set density=0.052"], planned=100
     ),
@@ -238,7 +241,14 @@ EXTREMES = [
     Situation([step(0, error=0.0)] * 200, sparsifier=_calibrated(TINY, TINY), keeps_residual=False),
     Situation([replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200),
     Situation([step(100, layers={LONG_NAME + str(number): (0, HUGE) for number in range(1234)})] * 600),
-    Situation([CALIBRATION] * 1234, sparsifier=HardThreshold(density=0.01)),
+    *(
+        Situation([replace(CALIBRATION, squared_gradient_norm=norm)] * 1234, sparsifier=HardThreshold(density=0.01))
+        for norm in (1.0, 0.0)
+    ),
+    Situation(
+        [replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200,
+        exchange="hierarchical",
+    ),
 ]  # fmt: skip
 
 
