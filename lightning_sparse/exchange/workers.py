@@ -106,7 +106,7 @@ class Workers:
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         """Start gathering parts of shape (m,) into out, of shape (n · m,), in rank order. Collective.
 
-        If ``sends_messages(out)``, parts may be shorter, also of different lengths. The rest of out's row is kept.
+        Over Gloo's TCP transport, parts may be shorter than m and differ in length. The rest of out's row is kept.
         """
         outputs = out.view(self.num_workers, -1).unbind()
         if self.sends_messages(out):

@@ -90,7 +90,7 @@ def _variants(is_local, sparsifier, dtype, options):
 def numbers_of(step):
     """Return the coordinates of each layer, and all numbers but its errors, in which values beyond a payload count.
 
-    Nor the bytes, because kernels need payloads of equal size.
+    Leaves out the bytes too, because kernels need payloads of equal size and send unused capacity.
     """
     return [layer.selected for layer in step.layers.values()], asdict(replace(step, layers={}, payload_bytes=0))
 
