@@ -25,6 +25,8 @@ KNOWN_SEEDS = {
     255: "a clipping factor of NaN times the zeros of an unused layer",
     372: "an overflow of the loss scale in a dense step that was not undone",
     20790: "the learning rate of an unused layer, committed while its earlier gradient waits for a step",
+    # Seeds for which the simulation was wrong:
+    50003: "a density of 1, which needs no statistics of layers",
     # Seeds for which a bound of the simulation was too narrow:
     20669: "clipped values that round to zero on the wire, so that their selection is unknown",
     30067: "squares below the smallest normal float32",

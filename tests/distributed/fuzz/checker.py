@@ -224,7 +224,8 @@ class Checker:
         }
         # Squares are float32, and the smallest are subnormal.
         slack = {layer.name: slack[layer.name] + layer.size * SMALLEST_SQUARE for layer in case.layers}
-        has_layers = case.per_layer_stats or (case.sparsifier == "density" and bool(case.layer_thresholds))
+        is_calibrated = case.sparsifier == "density" and case.density < 1  # a density of 1 is λ = 0
+        has_layers = case.per_layer_stats or (is_calibrated and bool(case.layer_thresholds))
         for name, value, expected in (
             ("step", stats.step, self.exchanges),
             ("num_workers", stats.num_workers, n),
