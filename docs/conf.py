@@ -16,22 +16,29 @@ sys.path.insert(0, str(PROJECT))
 
 import lightning_sparse  # noqa: E402
 
-# A new page is one name here.
+# A new page is a file in the section's folder, and one name here.
 NAVIGATION = {
-    "Start": ["Home <self>", "quickstart", "choose", "compare", "two-nodes", "migrating"],
+    "Start": ["Home <self>", "start/quickstart", "start/choose", "start/compare", "start/two-nodes", "start/migrating"],
     "Guides": [
-        "choosing-a-threshold",
-        "local-training",
-        "big-models",
-        "sparsifiers",
-        "simulated-workers",
-        "without-the-trainer",
-        "loggers",
-        "clusters",
-        "gpus",
+        "guides/choosing-a-threshold",
+        "guides/local-training",
+        "guides/big-models",
+        "guides/sparsifiers",
+        "guides/simulated-workers",
+        "guides/without-the-trainer",
+        "guides/loggers",
+        "guides/clusters",
+        "guides/gpus",
+        "guides/reliability",
     ],
-    "Concepts": ["how-it-works", "theory"],
-    "Evidence": ["results", "results-appendix", "tried", "paper", "performance", "reliability"],
+    "Concepts": ["concepts/how-it-works", "concepts/theory"],
+    "Evidence": [
+        "evidence/results",
+        "evidence/results-appendix",
+        "evidence/tried",
+        "evidence/paper",
+        "evidence/performance",
+    ],
     "Reference": ["troubleshooting", "reference"],
     "Contributing": ["contributing", "architecture", "changelog"],
 }

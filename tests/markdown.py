@@ -7,7 +7,7 @@ from typing import NamedTuple
 PROJECT = Path(__file__).parents[1]
 PACKAGE = PROJECT / "lightning_sparse"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 """The pages about the package, whose code readers copy."""
 
 _FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -23,7 +23,7 @@ class ObservedSteps(ParameterStepObserver):
     """Rejects lost steps, and warns about missing calls unless a strategy calls ``averager.step()`` in ``on_step``."""
 
     def __init__(self, observed: Iterable[Tensor], shared: SharedWeights) -> None:
-        super().__init__(observed, "local-training")
+        super().__init__(observed, "guides/local-training")
         self._shared = shared
         self._steps_since_call: Counter[int] = Counter()
         self._calls = self._idle_calls = self._steps = 0

@@ -16,7 +16,7 @@ class AveragedStepObserver(ParameterStepObserver):
     """Warns once about a misplaced or repeated call of ``average_gradients``."""
 
     def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:
-        super().__init__(parameters, "big-models")
+        super().__init__(parameters, "guides/big-models")
         self._unexchanged = UnexchangedParameters(module, parameters)
         self._averaged: dict[int, tuple[int, int]] = {}
         self._empty_calls = 0

@@ -276,7 +276,7 @@ class SparseState(Averager):
             rank_zero_info(
                 f"lightning_sparse: gradients were dropped before an optimizer stepped on them ({listed}): they do not "
                 "change weights, as under DDP. If you store gradients and use them later, call state.commit() after "
-                "each backward. This message appears once; see docs/reliability.md."
+                "each backward. This message appears once; see docs/guides/reliability.md."
             )
 
 

@@ -61,7 +61,7 @@ class HardThreshold(MarkingSparsifier):
             at least about one coordinate per step.
         overshoot: κ, in [0, 1). A sent value is p + κ λ sign(p), so the residual restarts at −κ λ sign(p) instead of 0.
             Residuals stay below λ, and at equal density they lag behind the gradient by (1 − κ) / (1 + κ) times as many
-            steps (docs/theory.md). 0 is the rule of the paper. For gradients with error feedback only.
+            steps (docs/concepts/theory.md). 0 is the rule of the paper. For gradients with error feedback only.
 
     Raises:
         ValueError: both threshold and density, a number outside its range, or an option that needs a density.

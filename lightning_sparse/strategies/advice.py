@@ -19,7 +19,7 @@ from lightning_sparse.sparsifiers.protocol import target_density
 EXCHANGES_BEFORE_WARNING = 200
 """Exchanges before the check of dense elements; also consecutive empty exchanges before a warning."""
 MIN_SENT = 5.0
-"""The minimum number of times that a run should send each coordinate (docs/choosing-a-threshold.md)."""
+"""The minimum number of times that a run should send each coordinate (docs/guides/choosing-a-threshold.md)."""
 MIN_SECONDS = 1e-3
 """The time of a dense exchange at 1 Gbit/s, without latency, below which a sparse exchange saves almost nothing."""
 NORMALISING = re.compile(
@@ -84,7 +84,7 @@ class Advice:
                 "small model",
                 f"the model trains {self._num_elements:,} parameters: a sparse exchange saves < 1 ms at 1 Gbit/s. "
                 "Prefer a dense one.",
-                "performance",
+                "evidence/performance",
             )
         elif times_sent < MIN_SENT:
             self._report(
@@ -98,7 +98,7 @@ class Advice:
                 "optimizer",
                 f"{shortened(normalising[-1], 20)} normalises gradients, so sparse ones train worse. Use "
                 f"'local_{'hsdp_' if self._is_sharded else ''}hardthreshold'.",
-                "big-models" if self._is_sharded else "local-training",
+                "guides/big-models" if self._is_sharded else "guides/local-training",
             )
 
     @property
@@ -180,7 +180,11 @@ class Advice:
         self._report(kind, text, tell=rank_zero_warn)
 
     def _report(
-        self, kind: str, text: str, page: str = "choosing-a-threshold", tell: Callable[[str], None] = rank_zero_info
+        self,
+        kind: str,
+        text: str,
+        page: str = "guides/choosing-a-threshold",
+        tell: Callable[[str], None] = rank_zero_info,
     ) -> None:
         if kind not in _reported:
             _reported.add(kind)

@@ -21,8 +21,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """DDP in which workers send selected coordinates and keep the rest for later.
 
     Logs numbers of every optimizer step through the LightningModule, such as ``sparse/density``, the mean share of
-    coordinates that a worker sent (docs/loggers.md lists them all). Each ``fit`` starts with residuals of zero and,
-    with a density, with a calibration.
+    coordinates that a worker sent (docs/guides/loggers.md lists them all). Each ``fit`` starts with residuals of zero
+    and, with a density, with a calibration.
 
     Args:
         gradient_as_bucket_view: of ``DistributedDataParallel``; True avoids two copies of the gradient per step. None

@@ -72,7 +72,7 @@ class LocalTraining(SparseStrategy):
             rank_zero_warn(
                 f"lightning_sparse: the state of {', '.join(found)} depends on each worker's own weights, but "
                 "checkpoints contain only rank 0's. A resumed run differs slightly from an uninterrupted run. See "
-                "docs/local-training.md."
+                "docs/guides/local-training.md."
             )
 
     @override

@@ -11,7 +11,7 @@ problem:
     D       D = (1/n) Σ_i ‖∇f_i(x*)‖²                            how different they are at the minimiser x* of f
     μ       every f_i is μ-strongly convex
 
-The constants of the bounds are those of the proofs in docs/theory.md, which are short and complete.
+The constants of the bounds are those of the proofs in docs/concepts/theory.md, which are short and complete.
 """
 
 from lightning_sparse.theory.bounds import Problem as Problem

@@ -1,4 +1,4 @@
-"""Bounds of residuals and of convergence; docs/theory.md proves them."""
+"""Bounds of residuals and of convergence; docs/concepts/theory.md proves them."""
 
 from dataclasses import dataclass
 from math import isfinite, sqrt

@@ -145,7 +145,7 @@ def test_measurements_match_the_known_noise():
 
 
 def test_bounds_have_the_constants_of_the_docs():
-    """The constants are those of docs/theory.md; V, the variance of the mean of four workers, is 2."""
+    """The constants are those of docs/concepts/theory.md; V, the variance of the mean of four workers, is 2."""
     problem = Problem(smoothness=2.0, num_workers=4, noise=3.0, heterogeneity=5.0, relative_noise=1.0)
     # "What is kept": B = γ² d λ², and γ² 4 (1 − δ) G² / δ² for Top-k.
     assert squared_error_bound(7, 0.5, 0.1) == pytest.approx(0.01 * 7 * 0.25)

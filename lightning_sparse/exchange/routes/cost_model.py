@@ -28,7 +28,8 @@ class Forecast(NamedTuple):
 
     The capacity is the larger of running mean and last count, plus twice the running mean deviation. A steady count
     needs almost no padding. A varying count sometimes overflows, which costs a round but stays correct. Rarer overflows
-    would cost more bytes than they save (docs/performance.md). A count that halves or doubles restarts the forecast.
+    would cost more bytes than they save (docs/evidence/performance.md). A count that halves or doubles restarts the
+    forecast.
     """
 
     last: int  # the count of the last step
@@ -73,7 +74,7 @@ def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False
     the link has 10 Gbit/s. If it is slower, buckets above a density of 10 % become dense too early, but no step is much
     slower than in plain DDP.
     GPU: about 100 bytes of memory traffic per coordinate, 60 µs of the host per launch, Python and operators included,
-    and 4 µs for each payload's chain of reads (docs/performance.md).
+    and 4 µs for each payload's chain of reads (docs/evidence/performance.md).
     """
     if on_gpu:
         link = link_gbit_s or (INSIDE_GBIT_S if is_one_node else BETWEEN_GBIT_S)

@@ -19,7 +19,7 @@ from lightning_sparse.sparsifiers.protocol import Selection
 
 MESSAGE_SECONDS = 1e-3
 """CPU time of a Gloo message per worker, at any size: 0.2 ms at best, and up to 3 ms without the effect of
-``use_batch_scheduling`` (docs/performance.md)."""
+``use_batch_scheduling`` (docs/evidence/performance.md)."""
 FULL_BYTES = 2**16
 """Bytes of waiting payloads that are sent at once if the link's rate is unknown, suitable for 500 Mbit/s."""
 

@@ -1,4 +1,4 @@
-"""Measures the table of bytes per parameter in docs/performance.md."""
+"""Measures the table of bytes per parameter in docs/evidence/performance.md."""
 
 import gc
 import re
@@ -27,7 +27,7 @@ from lightning_sparse.exchange import buffers
 from tests.markdown import PROJECT
 from tests.workers import run_workers
 
-DOCS = PROJECT / "docs" / "performance.md"
+DOCS = PROJECT / "docs/evidence/performance.md"
 ONE_PERCENT, TEN_PERCENT = (HardThreshold(density=density, calibration_steps=2) for density in (0.01, 0.1))
 THIRTY = {"steps": 30, "exchange": "gather"}
 ROWS = {

@@ -1,4 +1,4 @@
-"""Runs both sides of each diff in docs/migrating.md and checks which communication hook is registered.
+"""Runs both sides of each diff in docs/start/migrating.md and checks which communication hook is registered.
 
 test_snippets.py also trains with the side after the change.
 """
@@ -18,7 +18,7 @@ from tests.integration.programs.loops import loss_of
 from tests.markdown import PROJECT, blocks
 from tests.workers import on_workers, run_workers
 
-SNIPPETS = [block.code for block in blocks((PROJECT / "docs" / "migrating.md").read_text(), "diff")]
+SNIPPETS = [block.code for block in blocks((PROJECT / "docs/start/migrating.md").read_text(), "diff")]
 OF_TRAINERS = [snippet for snippet in SNIPPETS if "Trainer(" in snippet]
 OF_FABRIC = [snippet for snippet in SNIPPETS if "fabric." in snippet]
 OF_LOOPS = [snippet for snippet in SNIPPETS if "DistributedDataParallel(" in snippet]

@@ -47,7 +47,7 @@ def mlflow_logger(folder: str) -> Logger:
 
 
 def make_database(folder: str) -> None:
-    """Create the tables first, because concurrent workers would fail to (docs/loggers.md)."""
+    """Create the tables first, because concurrent workers would fail to (docs/guides/loggers.md)."""
     mlflow_logger(folder)
 
 

@@ -294,7 +294,7 @@ ROWS = {
     "plain accumulation after a drop": Row(
         loops(partial(accumulates_between, True)), of_two_backwards, rolls_back=True
     ),
-    # With λ > 0, a step on a gradient that was zeroed in place counts as a step: docs/reliability.md.
+    # With λ > 0, a step on a gradient that was zeroed in place counts as a step: docs/guides/reliability.md.
     "plain step on zeros": Row(loops(partial(takes_back_bad_gradients, False)), every_batch, threshold=None),
     "plain step on nothing": Row(loops(partial(takes_back_bad_gradients, True)), every_batch, rolls_back=True),
     "plain two forwards": Row(loops(two_forwards), every_batch),

@@ -1,4 +1,4 @@
-"""The cells of "Notebooks" in docs/clusters.md, run in a Jupyter kernel, and the checkpoints that they write."""
+"""The cells of "Notebooks" in docs/guides/clusters.md, run in a Jupyter kernel, and the checkpoints that they write."""
 
 import importlib.util
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_the_cells_of_the_page_train_save_and_resume_in_a_kernel(
     from nbclient import NotebookClient
 
     monkeypatch.chdir(tmp_path)
-    page = (PROJECT / "docs" / "clusters.md").read_text()
+    page = (PROJECT / "docs/guides/clusters.md").read_text()
     fit, go_on = (block.code for block in blocks(page, "python") if "_notebook" in block.code)
     cells = [BEFORE, fit, AFTER_FIRST, go_on, AFTER_SECOND]
     notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])

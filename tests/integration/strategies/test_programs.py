@@ -81,7 +81,7 @@ def test_a_program_trains_as_in_its_reference_world(name, outcomes):
 
 
 def test_the_documentation_names_the_number_of_programs():
-    assert f"{len(ROWS)} training programs" in " ".join((PROJECT / "docs/reliability.md").read_text().split())
+    assert f"{len(ROWS)} training programs" in " ".join((PROJECT / "docs/guides/reliability.md").read_text().split())
 
 
 @contextmanager

@@ -219,7 +219,7 @@ def test_rounding_keeps_a_number_too_large_for_its_grid():
     [(HardThreshold(threshold=16.0), 0.006), (ScaledIntegerRounding(32.0), 0.032), (StochasticRounding(32.0), 0.33)],
 )
 def test_noise_has_the_documented_density_in_the_long_run(sparsifier, density):
-    # Multiples overshoot, and the overshoot is sent back (docs/results.md, "Rounding to a grid").
+    # Multiples overshoot, and the overshoot is sent back (docs/evidence/results.md, "Rounding to a grid").
     size, start, end = 1000, 200, 500
     generator, residual, selected = torch.Generator().manual_seed(0), torch.zeros(size), 0
     layout = LayerLayout(("noise",), (size,))

@@ -140,14 +140,14 @@ SITUATIONS = {
     "nearly long enough": Situation([], [r"only 4.6 .460 × 0.01.. Set density=0.011"], planned=460),
     "nobody knows how long": Situation([CALIBRATION] * 50 + [step(10)], planned=float("inf")),
     "Adam": Situation(
-        [], [r"AdamW normalises gradients, .* Use 'local_hardthreshold'. See docs/local-training.md"],
+        [], [r"AdamW normalises gradients, .* Use 'local_hardthreshold'. See docs/guides/local-training.md"],
         optimizer=torch.optim.AdamW,
     ),
     "an optimizer around Adam": Situation(
         [], [r"Adam normalises gradients"], optimizer=lambda *_, **__: _wrapping("base", _optimizer("Adam"))
     ),
     "Adam on shards": Situation(
-        [], [r"Use 'local_hsdp_hardthreshold'. See docs/big-models.md"],
+        [], [r"Use 'local_hsdp_hardthreshold'. See docs/guides/big-models.md"],
         optimizer=torch.optim.Adam, is_sharded=True,
     ),
     "Adam on drifts": Situation([], optimizer=torch.optim.AdamW, kind="drifts"),
@@ -169,7 +169,7 @@ SITUATIONS = {
         workers=1, sparsifier=Dense(), is_sharded=True,
     ),
     "a small LoRA": Situation(
-        [], [r"the model trains 768 parameters: .* < 1 ms .* See docs/performance.md"], trained=768, planned=60
+        [], [r"the model trains 768 parameters: .* < 1 ms .* See docs/evidence/performance.md"], trained=768, planned=60
     ),
     "a small LoRA that sends everything": Situation([], trained=768, sparsifier=HardThreshold(threshold=0.0)),
     "a small ResNet-18": Situation([], trained=176_402),
@@ -257,7 +257,7 @@ def test_a_message_has_at_most_120_characters_and_a_link():
     for situation in EXTREMES:
         advice_module._reported.clear()
         for message in listen(situation):
-            line, link = re.fullmatch(r"(lightning_sparse: .*) See (docs/[a-z-]+\.md)\.", message).groups()
+            line, link = re.fullmatch(r"(lightning_sparse: .*) See (docs/[a-z/-]+\.md)\.", message).groups()
             assert len(line) <= 120, f"{len(line)} characters: {line}"
             assert (PROJECT / link).is_file()
         kinds |= advice_module._reported
