@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.network_lab import MARK, NetworkLab, read_results
+from benchmarks.network_lab.lab import NetworkLab
+from benchmarks.network_lab.workers import MARK, read_results
 from benchmarks.report import RESULTS, table, write
 from lightning_sparse.exchange.workers import GLOO_THREAD
 

@@ -18,7 +18,8 @@ import torchvision
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.network_lab import MARK, NetworkLab, interface_bytes, read_results
+from benchmarks.network_lab.lab import NetworkLab, interface_bytes
+from benchmarks.network_lab.workers import MARK, read_results
 from lightning_sparse import GradientOptions, HardThreshold, register_comm_hook
 
 WARM_UP_STEPS = 5

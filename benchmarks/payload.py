@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.network_lab import INTERFACE, MARK, NetworkLab, interface_bytes, read_results
+from benchmarks.network_lab.lab import INTERFACE, NetworkLab, interface_bytes
+from benchmarks.network_lab.workers import MARK, read_results
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds

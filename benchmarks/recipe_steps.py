@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import report
-from benchmarks.network_lab import NetworkLab
+from benchmarks.network_lab.lab import NetworkLab
 from recipes.compare.options import read_variants_file
 from recipes.compare.variants import TUNED, Variant, expand_variants
 from recipes.logs import Run, read

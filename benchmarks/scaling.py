@@ -45,7 +45,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from benchmarks.network_lab import MARK, UNITS, NetworkLab, interface_bytes, read_results
+from benchmarks.network_lab.lab import NetworkLab, interface_bytes
+from benchmarks.network_lab.namespaces import UNITS
+from benchmarks.network_lab.workers import MARK, read_results
 from benchmarks.payload import RESNET_18, draw_selection, exchange_once
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat

@@ -31,8 +31,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from benchmarks import report
-from benchmarks.network_lab import MARK, NetworkLab, interface_bytes, read_results
-from benchmarks.step_time_worker import is_past
+from benchmarks.network_lab.lab import NetworkLab, interface_bytes
+from benchmarks.network_lab.workers import MARK, read_results
+from benchmarks.step_time.worker import is_past
 from lightning_sparse import DriftOptions, HardThreshold, ShardExchange, ShardModelAverager
 from recipes.gpt_wikitext.model import GPT
 

@@ -35,9 +35,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from benchmarks.network_lab import NetworkLab, read_results
-from benchmarks.step_time import KEEP_MEMORY
-from benchmarks.step_time_worker import Training, gather_slowest, make_training, run_worker
+from benchmarks.network_lab.lab import NetworkLab
+from benchmarks.network_lab.workers import read_results
+from benchmarks.step_time.hosts import KEEP_MEMORY
+from benchmarks.step_time.training import Training, make_training
+from benchmarks.step_time.worker import gather_slowest, run_worker
 
 METHODS = ["floor", "ddp_fp32", "hard_threshold_0.001", "drift_0.001", "drift_0.001_every_8", "drift_0.001_every_30"]
 STEPS = 30

@@ -17,8 +17,8 @@ PACKAGE = "lightning_sparse"
 IN_THE_WHEEL = ("py.typed", "kernels/native.c")
 IN_THE_SDIST = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO", "README.md", "pyproject.toml"),
-    *("benchmarks/step_time.py", "docs/index.md", "docs/examples/plain_ddp.py", "lightning_sparse/kernels/native.c"),
-    *("lightning_sparse/py.typed", "recipes/resnet18_cifar10/laptop.yaml", "release/smoke_train.py"),
+    *("benchmarks/step_time/worker.py", "docs/index.md", "docs/examples/plain_ddp.py", "release/smoke_train.py"),
+    *("lightning_sparse/kernels/native.c", "lightning_sparse/py.typed", "recipes/resnet18_cifar10/laptop.yaml"),
     *("requirements/constraints.txt", "tests/integration/test_wheel.py"),
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.network_lab import NetworkLab
+from benchmarks.network_lab.lab import NetworkLab
 from lightning_sparse import __version__, doctor, estimate
 from tests.integration.faults.unwatched_workers import printed_by, workers
 from tests.workers import run_workers

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_check
+from benchmarks.gpu_check import __main__ as gpu_check
 
 
 @pytest.mark.full

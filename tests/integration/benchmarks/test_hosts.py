@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.network_lab import INTERFACE, NetworkLab
+from benchmarks.network_lab.lab import INTERFACE, NetworkLab
 from lightning_sparse import DDPHardThresholdStrategy
 from tests.integration.faults.unwatched_workers import environment, wait_until
 from tests.integration.models import Recorder, assert_equal, nesterov, quiet_trainer

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks.network_lab import NetworkLab, clean
+from benchmarks.network_lab.lab import NetworkLab
+from benchmarks.network_lab.namespaces import clean
 from tests.integration.faults.unwatched_workers import is_running, wait_until
 from tests.markdown import PROJECT
 
@@ -56,7 +57,7 @@ COMMAND_LINE = """
 # Restores Ctrl-C, which background processes ignore.
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from benchmarks.network_lab import main
+from benchmarks.network_lab.__main__ import main
 sys.exit(main())
 """
 

@@ -77,13 +77,16 @@ def test_only_the_exchange_communicates(path):
 
 
 def test_a_module_has_at_most_300_lines():
-    assert [path for path in SOURCES if len(path.read_text().splitlines()) > 300] == []
+    folders = [PACKAGE, *(PROJECT / name for name in ("recipes", "benchmarks", "release"))]
+    modules = [path for folder in folders for path in folder.rglob("*.py")]
+    assert [path for path in modules if len(path.read_text().splitlines()) > 300] == []
 
 
-def test_a_folder_has_at_most_14_modules():
-    files = [path for folder in (PACKAGE, PROJECT / "tests") for path in folder.rglob("*.py")]
-    modules_by_folder = Counter(path.parent for path in files if path.name != "__init__.py")
-    assert {folder: count for folder, count in modules_by_folder.items() if count > 14} == {}
+def test_a_folder_has_at_most_14_modules_or_pages():
+    folders = [PACKAGE, *(PROJECT / name for name in ("recipes", "benchmarks", "release", "tests", "docs"))]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md")]
+    counts = Counter(path.parent for path in files if path.name not in ("__init__.py", "README.md"))
+    assert {folder: count for folder, count in counts.items() if count > 14} == {}
 
 
 def test_the_examples_in_docstrings_pass():

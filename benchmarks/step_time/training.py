@@ -1,124 +1,33 @@
-"""Times training steps of every method in a worker of `benchmarks.step_time`.
+"""A training of every method, whose λ is tuned to a density before the timing."""
 
-Starts with torchrun's environment and the task as JSON. Rank 0 prints the result after the mark.
-"""
-
-import json
-import os
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from math import sqrt
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import report
-from benchmarks.network_lab import MARK
+from benchmarks.step_time.methods import FLOAT8, make_sparsifier, parse_drift, target_density
+from benchmarks.step_time.models import build_model
 from lightning_sparse import (
     DriftOptions,
     HardThreshold,
     SparseModelAverager,
     SparseState,
     StepStats,
-    TopK,
     register_comm_hook,
 )
 
-HARD_THRESHOLD, OVERSHOOT = "hard_threshold_", "overshoot_"
-DRIFT, FLOAT8 = "drift_", "_float8"
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; PowerSGD starts with the third
-MIN_ROUNDS = 4
 STEPS_PER_CORRECTION, MAX_CORRECTIONS, DENSITY_TOLERANCE = 6, 16, 0.07
 LEARNING_RATE = 1e-3  # small, so that gradients and the density at a constant λ hardly change
-
-Loss = Callable[[nn.Module, torch.Generator], Tensor]
-
-
-def build_model(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
-    """Return an untrained model and its loss on a batch drawn from a generator."""
-
-    def draw(high: int, *shape: int, generator: torch.Generator) -> Tensor:
-        return torch.randint(high, shape, generator=generator, device=device)
-
-    network: nn.Module
-    if model == "resnet18":
-        from torchvision.models import resnet18
-
-        network = resnet18(num_classes=10)
-
-        def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
-            images = torch.randn(8, 3, 32, 32, generator=generator, device=device)
-            return cross_entropy(module(images), draw(10, 8, generator=generator))
-
-    elif model == "lstm":
-        from recipes.lstm_wikitext2.model import WIKITEXT2_VOCABULARY_SIZE, TiedLSTM
-
-        network = TiedLSTM()
-
-        def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
-            words = draw(WIKITEXT2_VOCABULARY_SIZE, 31, 2, generator=generator)
-            return cross_entropy(module(words[:-1])[0].flatten(0, 1), words[1:].flatten())
-
-    elif model == "gpt":
-        from recipes.gpt_wikitext.model import GPT
-
-        network = GPT()
-
-        def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
-            text = draw(256, 16, 65, generator=generator)
-            return cross_entropy(module(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-
-    else:
-        from recipes.ncf_movielens.model import ML_20M_ITEMS, ML_20M_USERS, NeuMF
-
-        network = NeuMF(ML_20M_USERS, ML_20M_ITEMS)
-
-        def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
-            users = draw(ML_20M_USERS, 16384, generator=generator)
-            items = draw(ML_20M_ITEMS, 16384, generator=generator)
-            return binary_cross_entropy_with_logits(module(users, items), draw(2, 16384, generator=generator).float())
-
-    return network.to(device), loss
-
-
-def parse_drift(method: str) -> tuple[bool, float, int]:
-    """Return whether a method is local training, the density of its exchanges and the steps between them.
-
-    ``drift_0.001_every_8`` sends as much as ``drift_0.001``, in an eighth of the exchanges. ``_float8`` at the end is
-    the dtype of values.
-    """
-    if not method.startswith(DRIFT):
-        return False, 0.0, 1
-    density, _, every = method.removeprefix(DRIFT).removesuffix(FLOAT8).partition("_every_")
-    return True, float(density) * int(every or 1), int(every or 1)
-
-
-def target_density(method: str) -> float | None:
-    """Return the density in a method's name, or None if the method needs no tuning."""
-    is_drift, density, _ = parse_drift(method)
-    if is_drift:
-        return density
-    is_threshold = method.startswith((HARD_THRESHOLD, OVERSHOOT))
-    density = float(method.rpartition("_")[2]) if is_threshold else 1.0
-    return density if density < 1 else None
-
-
-def make_sparsifier(method: str) -> HardThreshold | TopK | None:
-    """Return the sparsifier of a sparse method, with λ = 0 before tuning, or None."""
-    if method.startswith((HARD_THRESHOLD, OVERSHOOT)):
-        return HardThreshold(threshold=0.0, overshoot=0.75 if method.startswith(OVERSHOOT) else 0.0)
-    return TopK(float(method.removeprefix("top_k_"))) if method.startswith("top_k_") else None
 
 
 class Training:
@@ -291,109 +200,3 @@ def draw_residual(num_elements: int, threshold: float, generator: torch.Generato
     """
     drawn = torch.rand(2, num_elements, generator=generator, device=generator.device).mul_(threshold)
     return drawn[0] - drawn[1]
-
-
-class Collectives:
-    """Counts collectives issued from Python, to detect second rounds."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        for name in ("all_gather_into_tensor", "all_reduce", "all_to_all_single"):
-            setattr(dist, name, self._counted(getattr(dist, name)))
-
-    def _counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any, **options: Any) -> Any:
-            self.count += 1
-            return collective(*arguments, **options)
-
-        return counted
-
-
-def train(task: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Time steps of all methods in turn and return the results. Collective."""
-    trainings = [make_training(method, task, device) for method in task["methods"]]
-    for training in trainings:
-        training.warm_up()
-        training.logged.clear()
-    collectives = Collectives()
-    deadline, rounds = time.monotonic() + task["seconds"], 0
-    while rounds < MIN_ROUNDS or not is_past(deadline, device):
-        first = rounds % len(trainings)
-        for training in trainings[first:] + trainings[:first]:
-            training.step()  # untimed, because caches hold another method's data and TCP restarts after a pause
-            if training.logged:
-                training.logged.pop()
-            dist.barrier()
-            for _ in range(task["steps"]):
-                before = collectives.count, count_page_faults()
-                training.seconds.append(training.step())
-                training.collectives.append(collectives.count - before[0])
-                training.page_faults.append(count_page_faults() - before[1])
-        rounds += 1
-    results = {}
-    for training in trainings:
-        results[training.method] = {
-            "seconds": report.quartiles(gather_slowest(training.seconds, device)),
-            "page_faults": statistics.median(training.page_faults),
-            "loss": training.loss(getattr(training.module, "module", training.module), training.generator).item(),
-        }
-        if training.state is not None:
-            results[training.method] |= summarise(training.logged, training.collectives)
-    parameters = sum(parameter.numel() for parameter in trainings[0].module.parameters())
-    return {"parameters": parameters, "rounds": rounds, "methods": results}
-
-
-def summarise(logged: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
-    """Return the statistics of a sparse method over the timed steps."""
-    usual = statistics.mode(counts)
-    return {
-        "density": report.quartiles([row["sparse/density"] for row in logged])
-        | {"mean": statistics.fmean(row["sparse/density"] for row in logged)},
-        "threshold": logged[-1]["sparse/threshold"],
-        "error_norm": logged[-1]["sparse/error_norm"],
-        "payload_bytes": report.quartiles([row["sparse/payload_bytes"] for row in logged]),
-        "collectives": usual,
-        "steps_with_more_collectives": sum(count > usual for count in counts),
-    }
-
-
-def count_page_faults() -> int:
-    """Return the number of minor page faults of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def is_past(deadline: float, device: torch.device) -> bool:
-    """Return whether rank 0's clock is past the deadline. Collective."""
-    is_late = torch.tensor([time.monotonic() > deadline], dtype=torch.int32, device=device)
-    dist.broadcast(is_late, 0)
-    return bool(is_late.item())
-
-
-def gather_slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Return the time of each step on the slowest worker. Collective."""
-    longest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return longest.tolist()
-
-
-def run_worker(run_task: Callable[[dict[str, Any], torch.device], dict[str, Any]]) -> None:
-    """Run the task in this process's first argument; rank 0 prints the result. Collective."""
-    task = json.loads(sys.argv[1])
-    device = torch.device("cpu")
-    if task["device"] == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=task["timeout_seconds"])
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    result = run_task(task, device)
-    if dist.get_rank() == 0:
-        print(MARK + json.dumps(result), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    # A dense baseline has no exchange of ours, which would wait for threads of Gloo (pytorch/pytorch#190489).
-    time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    run_worker(train)

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from benchmarks import gpu_check_worker, report, selection
+from benchmarks import report, selection
+from benchmarks.gpu_check import worker
 
 DENSITY = 0.001
 MAX_DENSITY = 0.1
@@ -98,7 +99,7 @@ def kernels(options: argparse.Namespace) -> Section:
 def steps(options: argparse.Namespace) -> Section:
     """Count launches, host synchronisations and memory per step for routes, sparsifiers and precisions."""
     with tempfile.TemporaryDirectory() as folder:
-        _run(gpu_check_worker.measure_all, options, folder)
+        _run(worker.measure_all, options, folder)
         results: dict[str, dict[str, Any]] = torch.load(f"{folder}/rows.pt", weights_only=True)
     rows = [
         [
@@ -148,10 +149,10 @@ def faults(options: argparse.Namespace) -> Section:
     if options.workers < 2:
         return "Faults", "Not run: needs at least two workers.", None
     with tempfile.TemporaryDirectory() as folder:
-        _run(gpu_check_worker.long_run, options, folder)
+        _run(worker.long_run, options, folder)
         same = bool(torch.load(f"{folder}/long.pt", weights_only=True))
         started = time.perf_counter()
-        ended = _run(gpu_check_worker.lose_worker, options, folder, limit=240.0)
+        ended = _run(worker.lose_worker, options, folder, limit=240.0)
         seconds = time.perf_counter() - started
         noticed = ended and Path(f"{folder}/gone").exists()
     lines = [
@@ -183,11 +184,11 @@ def _run(work: Callable[..., None], options: argparse.Namespace, folder: str, li
     try:
         while not context.join(timeout=1.0):
             if time.monotonic() > deadline:
-                if work is gpu_check_worker.lose_worker:
+                if work is worker.lose_worker:
                     return False
                 raise TimeoutError(f"{work.__name__} did not end within {limit:.0f} s.")
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException):
-        if work is not gpu_check_worker.lose_worker:
+        if work is not worker.lose_worker:
             raise
     finally:
         for process in context.processes:

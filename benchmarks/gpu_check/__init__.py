@@ -1,0 +1,1 @@
+"""Checks of the package on the GPUs of a machine."""

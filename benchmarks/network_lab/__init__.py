@@ -1,0 +1,1 @@
+"""Several hosts on one machine, with links of a chosen rate."""

@@ -1,0 +1,1 @@
+"""The time of a complete training step with each exchange method."""
