@@ -86,8 +86,8 @@ class HardThreshold(MarkingSparsifier):
         require_word("granularity", granularity, get_args(Granularity))
         if threshold is not None and density is not None:
             raise ValueError(
-                f"Got both {threshold=} and {density=}. Give one: a threshold stays constant, and calibration turns a "
-                "density into a threshold."
+                f"Got both {threshold=} and {density=}. Give one, and leave the other out (null in YAML): a threshold "
+                "stays constant, and calibration turns a density into a threshold."
             )
         given = {"granularity='layer'": granularity == "layer", "calibration_steps": calibration_steps is not None}
         for name, is_given in given.items():

@@ -41,7 +41,8 @@ class GPTDataModule(LightningDataModule):
         root: folder of the data sets; WikiText-2 is downloaded to ``<root>/wikitext-2`` unless it exists.
         source: ``wikitext2``, or ``builtin`` for 240,000 words of a Markov chain, with ``tokenizer="words"``.
         tokenizer: ``bytes`` for 256 tokens, or ``words`` for torchtext's vocabulary of the training split.
-        vocabulary_size: number of most frequent words to keep; other words become ``<unk>``. None keeps all.
+        vocabulary_size: number of most frequent words to keep; other words become ``<unk>``. None keeps all, as
+            ``builtin`` always does.
         length: tokens per window.
         batch_size: windows per worker and training step; four times as many in evaluation.
 

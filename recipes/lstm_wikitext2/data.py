@@ -49,7 +49,7 @@ class WikiText2DataModule(LightningDataModule):
         tokenizer: ``wikitext`` splits at blanks. ``basic_english``, of torchtext, lowers the case and drops most
             punctuation. Their perplexities are not comparable.
         vocabulary_size: number of most frequent words of the training split to keep; other words become ``<unk>``. None
-            keeps all.
+            keeps all, as ``builtin`` always does.
         train_share: share of the training split to train on, from its start. The vocabulary is that of the full split.
         heterogeneous: orders the training articles by topic, so that workers read different topics. Requires the
             ``wikitext`` tokenizer, because titles are between ``=``.

@@ -97,9 +97,9 @@ def test_the_page_has_each_message_of_the_package(text: str) -> None:
 
 def test_occurs_rejects_a_message_that_no_source_contains() -> None:
     strings = strings_of(Path(lightning_sparse.__file__).parent)
-    assert occurs("Got both threshold=… and density=…. Give one: …", strings)
-    assert not occurs("Got both density=… and threshold=…. Give one: …", strings)
-    assert not occurs("Got both threshold=… or density=…. Give one: …", strings)
+    assert occurs("Got both threshold=… and density=…. Give one, …", strings)
+    assert not occurs("Got both density=… and threshold=…. Give one, …", strings)
+    assert not occurs("Got both threshold=… or density=…. Give one, …", strings)
 
 
 def test_messages_of_reads_the_page() -> None:
