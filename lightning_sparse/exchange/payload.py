@@ -14,7 +14,7 @@ unused capacity out (``shortened``). NCCL's collectives need equal sizes on all 
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers.protocol import Selection
 
 BLOCK_ELEMENTS = 65_536
-Count = TypeVar("Count", int, Tensor)
 CAPACITY_STEP = 8
 """Capacities are multiples of this, so that payloads are a multiple of 8 bytes for every wire."""
 
@@ -66,7 +65,7 @@ class PayloadFormat:
         """Bytes of a payload of capacity 0."""
         return 8 * self.header_fields + 8 * -(-self.num_blocks // 2)
 
-    def payload_bytes(self, capacity: Count) -> Count:
+    def payload_bytes(self, capacity: int) -> int:
         """Return the bytes of a payload of this capacity."""
         padding = capacity * self.wire.dtype.itemsize % 2
         return self.fixed_bytes + capacity * self.coordinate_bytes + padding
@@ -84,7 +83,7 @@ class PayloadFormat:
         """Return a payload without unused capacity, in the memory of the given payload, which becomes invalid."""
         num_selected = int(payload[self.last_end_at : self.last_end_at + 4].view(torch.int32))
         short = payload[: self.payload_bytes(min(aligned(num_selected), self.capacity(payload.numel())))]
-        start, new_start = (self._offsets_start(self.capacity(part.numel())) for part in (payload, short))
+        (*_, start), (*_, new_start) = (self.starts(self.capacity(part.numel())) for part in (payload, short))
         offsets = short[new_start:]
         offsets.copy_(payload[start : start + offsets.numel()].clone())  # source and target may overlap
         return short
@@ -95,20 +94,18 @@ class PayloadFormat:
         ``payload``: uint8, shape (…, payload_bytes(c)), aligned to 8 bytes.
         """
         capacity = self.capacity(payload.shape[-1])
-        ends_start = 8 * self.header_fields
-        values_start = self.fixed_bytes
-        values_end = values_start + capacity * self.wire.dtype.itemsize
-        offsets_start = self._offsets_start(capacity)
+        ends_start, values_start, offsets_start = self.starts(capacity)
         return PayloadParts(
             payload[..., :ends_start].view(torch.float64),
             payload[..., ends_start : ends_start + 4 * self.num_blocks].view(torch.int32),
-            payload[..., values_start:values_end].view(self.wire.storage),
+            payload[..., values_start : values_start + capacity * self.wire.dtype.itemsize].view(self.wire.storage),
             payload[..., offsets_start : offsets_start + 2 * capacity].view(torch.int16),
         )
 
-    def _offsets_start(self, capacity: int) -> int:
+    def starts(self, capacity: int) -> tuple[int, int, int]:
+        """Return the positions of block ends, values and offsets in the bytes of a payload of this capacity."""
         values_end = self.fixed_bytes + capacity * self.wire.dtype.itemsize
-        return values_end + values_end % 2
+        return 8 * self.header_fields, self.fixed_bytes, values_end + values_end % 2
 
     def fill(self, payload: Tensor, selection: Selection) -> None:
         """Write the first c coordinates of a selection, and the ends of all, into a payload of capacity c.
@@ -175,6 +172,6 @@ def _block_starts(num_blocks: int, device: torch.device) -> Tensor:
     return torch.arange(num_blocks, device=device) * BLOCK_ELEMENTS
 
 
-def aligned(count: Count) -> Count:
+def aligned(count: int) -> int:
     """Return the count rounded up to a multiple of CAPACITY_STEP."""
     return -(-count // CAPACITY_STEP) * CAPACITY_STEP

@@ -139,15 +139,15 @@ class Extraction:
             if not stays_zero:
                 step.before, step.after = pointer(before), pointer(after)
                 written.append(after)
-        slices = torch.zeros(self._num_slices, dtype=torch.int64)
+        slices = torch.zeros(self._num_slices, dtype=torch.int64) if self._num_slices else None
         if transfer.payload is None:
             step.dense = pointer(transfer.out)
         else:
             step.clears = transfer.is_cleared = weights is None and transfer.out is gradient
-            _, ends, values, offsets = transfer.format.parts(transfer.payload)
-            step.ends, step.values, step.offsets = pointer(ends), pointer(values), pointer(offsets)
-            step.capacity = values.numel()
-            if self._num_slices:
+            address, step.capacity = pointer(transfer.payload), transfer.format.capacity(transfer.payload.numel())
+            starts = transfer.format.starts(step.capacity)
+            step.ends, step.values, step.offsets = (address + start for start in starts)
+            if slices is not None:
                 step.slices = pointer(slices)
                 step.slice_elements = max(slice_elements(bucket.layout.num_elements, self._num_slices), 1)
         counts, errors = [0], []
@@ -179,7 +179,7 @@ class Extraction:
             selected=step.selected,
             non_finite=step.non_finite,
             squared_error=sum(errors),
-            largest_slice=slices.amax() if self._num_slices else 0,
+            largest_slice=0 if slices is None else slices.amax(),
         )
 
     def _fill_marked(self, bucket: FlatBucket, transfer: Transfer) -> Tensor:

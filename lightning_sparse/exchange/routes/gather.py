@@ -49,11 +49,14 @@ class Message:
         if not self.are_short:
             return torch.split(self.rows, list(self.sizes), dim=1)
         flat, payloads = self.rows.view(-1), []
-        starts = torch.arange(0, flat.numel(), self.rows.shape[1])
+        starts = [*range(0, flat.numel(), self.rows.shape[1])]
         for payload_format, size in zip(self.formats, self.sizes, strict=True):
-            counts = flat.view(torch.int32)[(starts + payload_format.last_end_at) // 4].long()
-            ends = starts + payload_format.payload_bytes(aligned(counts).clamp(max=payload_format.capacity(size)))
-            payloads.append([flat[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
+            capacity, last_end_at = payload_format.capacity(size), payload_format.last_end_at
+            # As Python's numbers: operators on a few numbers in tensors take five times as long.
+            counts = flat.view(torch.int32)[[(start + last_end_at) // 4 for start in starts]].tolist()
+            held = [payload_format.payload_bytes(min(aligned(count), capacity)) for count in counts]
+            ends = [start + num_bytes for start, num_bytes in zip(starts, held, strict=True)]
+            payloads.append([flat[start:end] for start, end in zip(starts, ends, strict=True)])
             starts = ends
         return payloads
 
@@ -115,7 +118,7 @@ class GatherTransfer(Transfer):
     ::
 
         first     | header | ends | c values | c offsets |   one all-gather; k may be larger than c on some workers
-        second             | ends | overflow             |   only then: an all-gather for the largest overflow
+        second             | ends | overflow             |   only then: another all-gather
 
     The result has the bits of ``plain_average`` in tests/distributed/exchange/test_exchange.py, because all coordinates
     of a rank are added before those of the next rank.
@@ -140,7 +143,7 @@ class GatherTransfer(Transfer):
     def __post_init__(self) -> None:
         self.payload: Tensor = self.take("payload", self.format.payload_bytes(self.capacity), torch.uint8)
         self._overflow_format = PayloadFormat(self.format.num_elements, self.format.wire)
-        self._overflows: Tensor | None = None
+        self._overflows: list[Tensor] | None = None
         self._is_averaged = False
 
     def start(self) -> None:
@@ -189,13 +192,14 @@ class GatherTransfer(Transfer):
             self.work = self.workers.all_reduce(self.out)
             self.sent_bytes += self.out.nbytes
             return
-        n, size = self.workers.num_workers, self._overflow_format.payload_bytes(aligned(largest_overflow))
-        payload = self.take("overflow", size, torch.uint8)
+        n, least = self.workers.num_workers, 0 if isinstance(rows, list) else largest_overflow
+        sizes = [self._overflow_format.payload_bytes(aligned(max(k - self.capacity, least))) for k in self._counts]
+        payload = self.take("overflow", sizes[self.workers.rank], torch.uint8)
         self._overflow_format.fill(payload, overflow)
-        gathered = self.take("gathered overflow", size * n, torch.uint8)
+        gathered = self.take("gathered overflow", max(sizes) * n, torch.uint8)
         self.work = self.workers.all_gather(gathered, payload)
-        self._overflows = gathered.view(n, size)
-        self.sent_bytes += size
+        self._overflows = [row[:size] for row, size in zip(gathered.view(n, -1), sizes, strict=True)]
+        self.sent_bytes += sum(sizes) // n
 
     def finish(self) -> None:
         """Average all payloads in rank order, or pass them to ``take_payloads``."""
@@ -210,7 +214,7 @@ class GatherTransfer(Transfer):
             return
         senders = torch.zeros_like(self.out, dtype=torch.int32) if self.by_senders else None
         if self._overflows is not None:
-            for row, overflow, count in zip(rows, self._overflows.unbind(), self._counts, strict=True):
+            for row, overflow, count in zip(rows, self._overflows, self._counts, strict=True):
                 held = self.format.unpack(row, self.out.dtype, count)
                 beyond = self._overflow_format.unpack(overflow, self.out.dtype, max(count - self.capacity, 0))
                 add_selection(held, self.out, senders)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.torch_version import TorchVersion
 
 from lightning_sparse.exchange import save_barrier
-from lightning_sparse.exchange.exchange import Exchange
+from lightning_sparse.exchange.exchange import FIRST_CAPACITY, Exchange
 from lightning_sparse.exchange.groups import find_nodes, is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import gather
@@ -283,6 +283,22 @@ def test_messages_leave_unused_capacity_out(full_bytes):
         assert [int(out.count_nonzero()) for out in outs] == [max(k) for k in counts]
 
 
+@on_workers(3)
+def test_second_rounds_leave_unused_capacity_out():
+    size, counts = 70_000, [0, FIRST_CAPACITY + 8, 5000]
+    message, second = PayloadFormat(size, FLOAT32, FIXED_FIELDS), PayloadFormat(size, FLOAT32)
+    bytes_of_rank = [
+        message.payload_bytes(min(k, FIRST_CAPACITY)) + second.payload_bytes(max(k - FIRST_CAPACITY, 0)) for k in counts
+    ]
+    sent, isend, rank = [], dist.isend, dist.get_rank()
+    dist.isend = lambda part, *args, **kwargs: (sent.append(part.numel()), isend(part, *args, **kwargs))[1]
+    selection = Selection(torch.arange(counts[rank]), torch.ones(counts[rank]))
+    (out,), _, sent_bytes, _ = exchange_once(Exchange("gather"), [selection], [size])
+    assert sum(sent) == 2 * bytes_of_rank[rank]  # to two workers
+    assert sent_bytes == pytest.approx(sum(bytes_of_rank) / 3, abs=2)
+    assert int(out.count_nonzero()) == max(counts)
+
+
 @on_workers(2)
 def test_payloads_of_an_aborted_step_are_dropped():
     exchange, sizes = Exchange("gather"), [3000, 2000]
@@ -415,7 +431,7 @@ SLOW_RELEASES = """
 import os, sys, tempfile, time
 import torch, torch.distributed as dist
 from lightning_sparse.exchange import save_barrier
-from lightning_sparse.exchange.exchange import Exchange
+from lightning_sparse.exchange.exchange import FIRST_CAPACITY, Exchange
 
 children = []
 while len(children) < 3 and (child := os.fork()): children.append(child)
