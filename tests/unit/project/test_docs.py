@@ -86,6 +86,14 @@ def test_commands_name_modules_and_files_that_exist(page: Path) -> None:
             assert re.search(rf"^{target}\b.*:", (PROJECT / "Makefile").read_text(), re.MULTILINE), target
 
 
+def test_code_and_configurations_name_pages_that_exist() -> None:
+    folders = (PACKAGE, *(PROJECT / name for name in ("recipes", "benchmarks", "release", "docs", "tests")))
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".c", ".yaml")]
+    named = {name for path in paths for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())}
+    assert len(named) > 10
+    assert [name for name in sorted(named - {"docs/draft.md"}) if not (PROJECT / name).is_file()] == []
+
+
 @pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
 def test_python_stands_between_fences(page: Path) -> None:
     for code in indented(page.read_text()):
