@@ -16,6 +16,9 @@ from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.arguments import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
+SINGLE_BUCKET_BYTES = 2**22
+"""Gradients up to this size share a bucket: at 1 %, their payloads share a message anyway."""
+
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     """DDP in which workers send selected coordinates and keep the rest for later.
@@ -28,7 +31,8 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
         gradient_as_bucket_view: of ``DistributedDataParallel``; True avoids two copies of the gradient per step. None
             is True, unless optimization is manual or ``find_unused_parameters`` or ``static_graph`` is set.
         **kwargs: every argument of Lightning's ``DDPStrategy`` and, through it, of ``DistributedDataParallel``
-            (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …).
+            (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``, ``process_group_backend``, …). Without
+            ``bucket_cap_mb``, gradients of up to 4 MiB share one bucket.
 
     Attributes:
         state: the `SparseState` of the running or last ``fit``, None before.
@@ -60,8 +64,15 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             # kept during another backward. They would also drop old gradients of unused parameters (ParameterUse).
             may_have_unused = self._ddp_kwargs.get("find_unused_parameters") or self._ddp_kwargs.get("static_graph")
             view = self._module.automatic_optimization and not may_have_unused
-        self._ddp_kwargs["gradient_as_bucket_view"] = view
-        return super()._setup_model(model)
+        given, cap = self._ddp_kwargs, self._ddp_kwargs.get("bucket_cap_mb")
+        num_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+        if cap is None and num_bytes <= SINGLE_BUCKET_BYTES:
+            cap = 25  # DDP's default, which then also holds for the first bucket
+        self._ddp_kwargs = given | {"gradient_as_bucket_view": view, "bucket_cap_mb": cap}
+        try:
+            return super()._setup_model(model)
+        finally:
+            self._ddp_kwargs = given
 
     @override
     def _register_ddp_hooks(self) -> None:

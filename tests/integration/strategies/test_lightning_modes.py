@@ -126,6 +126,27 @@ def test_gradients_are_no_views_of_buckets_where_a_backward_would_overwrite_them
     assert train(make(), {"threshold": 0.1} | options, max_steps=1)["views"] == [False]
 
 
+class LargeClassifier(Classifier):
+    """Has four further parameters of the given size."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__(nesterov)
+        self.others = torch.nn.ParameterList(torch.zeros(num_elements) for _ in range(4))
+
+    def training_step(self, *batch: Any) -> Any:
+        return super().training_step(*batch) + sum(parameter.sum() for parameter in self.others)
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "bucket_cap_mb", "expected"), [(2**17, None, 1), (2**17, 0.4, 5), (2**18 + 1, None, 2)]
+)
+@on_workers(2, process_group=False)
+def test_a_small_model_has_one_bucket(num_elements: int, bucket_cap_mb: float | None, expected: int) -> None:
+    strategy = DDPHardThresholdStrategy(threshold=0.1, bucket_cap_mb=bucket_cap_mb)
+    quiet_trainer(strategy, max_steps=3).fit(LargeClassifier(num_elements), data())
+    assert len(strategy.state.snapshot().numbers["layout"]) == expected
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 @on_workers(2, process_group=False)
 def test_threshold_zero_equals_stock_ddp_in_every_precision(precision: str) -> None:
