@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -157,6 +158,18 @@ def test_threshold_zero_equals_stock_ddp_in_every_precision(precision: str) -> N
     # For bfloat16 gradients, stock DDP adds in bfloat16 and the sparse exchange in float32.
     tolerance = 0.03 if precision == "bf16-true" else 1e-6
     torch.testing.assert_close(sparse["weights"], dense["weights"], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="no EMAWeightAveraging in this Lightning")
+@on_workers(2, process_group=False)
+def test_a_moving_average_of_weights_equals_that_of_stock_ddp() -> None:
+    averages = []
+    for strategy in ({"threshold": 0.0}, DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB)):
+        model = Classifier(nesterov)
+        trained = train(model, strategy, max_steps=5, callbacks=[callbacks.EMAWeightAveraging(decay=0.5)])
+        averages.append(clones(model.named_parameters()))
+        assert not torch.equal(averages[-1]["first.weight"], trained["weights"]["first.weight"])
+    torch.testing.assert_close(*averages, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**20])
