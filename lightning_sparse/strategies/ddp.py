@@ -46,6 +46,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def __init__(self, sparsifier: Sparsifier, *, gradient_as_bucket_view: bool | None = None, **kwargs: Any) -> None:
         self._options = self._make_options(GradientOptions, kwargs)
         self._view = gradient_as_bucket_view  # a command line passes DDP's default as if the user had chosen it
+        self._cap = kwargs.get("bucket_cap_mb")
         super().__init__(sparsifier, **kwargs)
 
     @override
@@ -64,15 +65,11 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             # kept during another backward. They would also drop old gradients of unused parameters (ParameterUse).
             may_have_unused = self._ddp_kwargs.get("find_unused_parameters") or self._ddp_kwargs.get("static_graph")
             view = self._module.automatic_optimization and not may_have_unused
-        given, cap = self._ddp_kwargs, self._ddp_kwargs.get("bucket_cap_mb")
         num_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-        if cap is None and num_bytes <= SINGLE_BUCKET_BYTES:
-            cap = 25  # DDP's default, which then also holds for the first bucket
-        self._ddp_kwargs = given | {"gradient_as_bucket_view": view, "bucket_cap_mb": cap}
-        try:
-            return super()._setup_model(model)
-        finally:
-            self._ddp_kwargs = given
+        is_single = self._cap is None and num_bytes <= SINGLE_BUCKET_BYTES
+        cap = 25 if is_single else self._cap  # DDP's default, which limits the first bucket too if it is given
+        self._ddp_kwargs |= {"gradient_as_bucket_view": view, "bucket_cap_mb": cap}
+        return super()._setup_model(model)
 
     @override
     def _register_ddp_hooks(self) -> None:

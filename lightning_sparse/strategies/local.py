@@ -70,8 +70,8 @@ class LocalTraining(SparseStrategy):
         found = [kind.__name__ for kind in kinds if any("WeightAveraging" in base.__name__ for base in kind.__mro__)]
         if found:
             rank_zero_warn(
-                f"lightning_sparse: {', '.join(found)} averages each worker's own weights, but checkpoints contain only "
-                "rank 0's average. Its metrics differ slightly from those of validation, and a resumed run from an "
+                f"lightning_sparse: {', '.join(found)} averages each worker's own weights, but checkpoints contain "
+                "only rank 0's average. Its metrics differ from those of validation, and a resumed run differs from an "
                 "uninterrupted run. See docs/guides/local-training.md."
             )
 
