@@ -67,13 +67,19 @@ def surroundings() -> dict[str, Any]:
         hardware["gpu"] = torch.cuda.get_device_name()
         versions["cuda"] = str(torch.version.cuda)
     return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or None,
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", "lightning_sparse", "benchmarks/*.py")),
         "hardware": hardware,
         "versions": versions,
     }
+
+
+def _module() -> str:
+    """Return the name of the running module, as after ``python -m``."""
+    spec = sys.modules["__main__"].__spec__
+    return Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
 
 
 def _processor() -> str:

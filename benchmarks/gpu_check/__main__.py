@@ -221,7 +221,9 @@ SECTIONS = (tests, kernels, steps, training, faults)
 
 def main() -> int:
     """Run all sections and return 1 if a section failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"))
     parser.add_argument("--only", nargs="+", choices=[section.__name__ for section in SECTIONS])

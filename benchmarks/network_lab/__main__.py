@@ -26,7 +26,11 @@ from benchmarks.network_lab.workers import start_on_loopback
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command on every host of a lab, or on loopback, and return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.network_lab",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--workers-per-host", type=int, default=1)
     parser.add_argument("--rate", help="rate of each direction of a link, such as 1gbit")

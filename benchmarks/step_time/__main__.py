@@ -116,7 +116,9 @@ def show(model: str, rate: str, results: dict[str, Any], options: argparse.Names
 
 def parse() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step_time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=MODELS[:1], help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--methods", nargs="+", default=METHODS, help=f"some of {', '.join(METHODS)}; any density")
     parser.add_argument("--rates", nargs="+", default=RATES, help="rates of each direction of a link, such as 1gbit")

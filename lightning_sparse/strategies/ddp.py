@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import GradientOptions
-from lightning_sparse.exchange.agreement import parameter_settings, require_agreement
+from lightning_sparse.exchange.agreement import ignored_names, parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
 from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers.protocol import Sparsifier
@@ -17,7 +17,7 @@ from lightning_sparse.strategies.arguments import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 SINGLE_BUCKET_BYTES = 2**22
-"""Gradients up to this size share a bucket: at 1 %, their payloads share a message anyway."""
+"""Gradients up to this size share a bucket. At 1 %, their payloads share a message over Gloo anyway."""
 
 
 class SparseDDPStrategy(SparseStrategy, DDPStrategy):
@@ -65,8 +65,9 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             # kept during another backward. They would also drop old gradients of unused parameters (ParameterUse).
             may_have_unused = self._ddp_kwargs.get("find_unused_parameters") or self._ddp_kwargs.get("static_graph")
             view = self._module.automatic_optimization and not may_have_unused
-        num_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-        is_single = self._cap is None and num_bytes <= SINGLE_BUCKET_BYTES
+        ignored = ignored_names(model)
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and name not in ignored]
+        is_single = self._cap is None and sum(p.nbytes for p in trained) <= SINGLE_BUCKET_BYTES
         cap = 25 if is_single else self._cap  # DDP's default, which limits the first bucket too if it is given
         self._ddp_kwargs |= {"gradient_as_bucket_view": view, "bucket_cap_mb": cap}
         return super()._setup_model(model)

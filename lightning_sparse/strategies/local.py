@@ -71,8 +71,8 @@ class LocalTraining(SparseStrategy):
         if found:
             rank_zero_warn(
                 f"lightning_sparse: {', '.join(found)} averages each worker's own weights, but checkpoints contain "
-                "only rank 0's average. Its metrics differ from those of validation, and a resumed run differs from an "
-                "uninterrupted run. See docs/guides/local-training.md."
+                "only rank 0's average. A resumed run differs slightly from an uninterrupted run, and with EMA a "
+                "checkpoint's metrics from those of validation. See docs/guides/local-training.md."
             )
 
     @override

@@ -431,7 +431,7 @@ SLOW_RELEASES = """
 import os, sys, tempfile, time
 import torch, torch.distributed as dist
 from lightning_sparse.exchange import save_barrier
-from lightning_sparse.exchange.exchange import FIRST_CAPACITY, Exchange
+from lightning_sparse.exchange.exchange import Exchange
 
 children = []
 while len(children) < 3 and (child := os.fork()): children.append(child)

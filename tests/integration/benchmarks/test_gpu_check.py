@@ -3,10 +3,12 @@
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from benchmarks import report
 from benchmarks.gpu_check import __main__ as gpu_check
 
 
@@ -62,3 +64,9 @@ def test_an_interrupt_keeps_measurements_and_a_failure_names_its_reason(tmp_path
     assert path.read_text() == capsys.readouterr().out
     assert "OSError: no data there" in path.read_text()
     assert path.read_text().strip().endswith("interrupted\n```")
+
+
+def test_results_name_the_command_that_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("benchmarks.step_time.__main__"))
+    monkeypatch.setattr(sys, "argv", ["benchmarks/step_time/__main__.py", "--hosts", "2"])
+    assert report.surroundings()["command"] == "python -m benchmarks.step_time --hosts 2"
