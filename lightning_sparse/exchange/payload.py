@@ -67,8 +67,7 @@ class PayloadFormat:
 
     def payload_bytes(self, capacity: int) -> int:
         """Return the bytes of a payload of this capacity."""
-        padding = capacity * self.wire.dtype.itemsize % 2
-        return self.fixed_bytes + capacity * self.coordinate_bytes + padding
+        return self.starts(capacity)[-1] + 2 * capacity
 
     def capacity(self, payload_bytes: int) -> int:
         """Return the capacity of a payload with this number of bytes."""
