@@ -44,7 +44,7 @@ def anchors(text: str) -> set[str]:
     """Return the anchors of headings, as links name them."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
-    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def after(diff: str) -> str:
