@@ -43,7 +43,8 @@ def links(text: str) -> list[str]:
 def anchors(text: str) -> set[str]:
     """Return the anchors of headings, as links name them."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
-    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    without_padding = [re.sub("`` (.*) ``", r"\1", heading) for heading in headings]
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in without_padding]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
