@@ -4,7 +4,7 @@
     python -m benchmarks.scaling --check        (as root: it needs the network lab)
 
 For n = 2 … 1,024 workers, prints the bytes that a worker receives and the predicted time for a bucket in every mode. A
-star marks the mode that exchange="auto" chooses. It never chooses hierarchical.
+star marks the mode that exchange="auto" chooses.
 
 Volumes follow `lightning_sparse.exchange.routes.cost_model.Costs`, for workers that select independent random
 coordinates. If workers select equal coordinates, sums are sparser than predicted. Volumes include separately gathered
@@ -14,27 +14,23 @@ headers and sizes. Time is latency x rounds + bytes / bandwidth, of which TCP ge
     gather          1                                     messages of all pairs at once, including headers
     dense           2(n-1) + 1                            a ring all-reduce; headers
     reduce_scatter  4                                     coordinates, headers, sizes, sums: messages of all pairs
-    hierarchical    2(L-1) + 1 inside a node,             a ring all-reduce, a gather of slices
-                    3 between nodes                       headers, sizes, a gather of sums (dense: 2(n/L-1) for this)
 
 NCCL gathers in rings of n-1 rounds of a few µs each.
 
-Every worker has a link with this bandwidth in each direction and, for hierarchical, a faster link to the L-1 other
-workers of its node. The prediction ignores selection, packing and overlap with backward.
+Every worker has a link with this bandwidth in each direction. The prediction ignores selection, packing and overlap
+with backward.
 
 With --shards S, the S ranks of a node share a sharded model. Each rank exchanges its shard, an S-th of the elements,
 with the corresponding ranks of other nodes, and has an S-th of the node's bandwidth. Bytes are then per node.
 
 The check runs the modes among 2, 4 and 8 hosts and compares bytes at the interface and seconds with the prediction.
-Every worker is a host, and a node is two hosts on the slow network. The measured bytes include Ethernet, IP and TCP
-headers, once per frame of up to 16 kB; the prediction does not. The workers share this machine's cores, which dominate
-times below about 100 ms.
+Every worker is a host. The measured bytes include Ethernet, IP and TCP headers, once per frame of up to 16 kB; the
+prediction does not. The workers share this machine's cores, which dominate times below about 100 ms.
 """
 
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -57,38 +53,31 @@ from lightning_sparse.selection.statistics import FIXED_FIELDS
 
 WORKERS = [2**power for power in range(1, 11)]
 FLOAT = Wire(torch.float32)
-INSIDE_BANDWIDTH, INSIDE_LATENCY = 1000.0, 5.0
-"""Gbit/s of a worker inside its node, and microseconds between workers."""
-CHECK_WORKERS, CHECK_NODE, CHECK_STEPS = (2, 4, 8), 2, 3
+CHECK_WORKERS, CHECK_STEPS = (2, 4, 8), 3
 CHECK_ELEMENTS, CHECK_RATE = 4_000_000, "100mbit"
 """A slow link, so that the network dominates and not the cores."""
-MODES = ("gather", "reduce_scatter", "dense", "hierarchical")
+MODES = ("gather", "reduce_scatter", "dense")
 HEADER_BYTES, SIZE_BYTES, FLOAT_BYTES = 8 * FIXED_FIELDS, 8, 4
 TCP_SHARE = 1448 / 1514
 """Share of a frame without Ethernet, IP and TCP headers."""
 
 
 class Traffic(NamedTuple):
-    """Traffic of a mode: bytes into a worker and rounds, between nodes and inside them."""
+    """Bytes into a worker and rounds of a mode."""
 
-    outer_bytes: float
-    outer_rounds: int
-    inner_bytes: float = 0.0
-    inner_rounds: int = 0
+    num_bytes: float
+    rounds: int
 
 
 class Network(NamedTuple):
-    """Links of a worker: bytes per second and seconds of latency, between nodes and inside them."""
+    """A worker's link: bytes per second, and seconds of latency."""
 
-    outer_bandwidth: float
-    outer_latency: float
-    inner_bandwidth: float
-    inner_latency: float
+    bandwidth: float
+    latency: float
 
     def seconds(self, traffic: Traffic) -> float:
         """Return the predicted time of a mode."""
-        outer = traffic.outer_rounds * self.outer_latency + traffic.outer_bytes / self.outer_bandwidth
-        return outer + traffic.inner_rounds * self.inner_latency + traffic.inner_bytes / self.inner_bandwidth
+        return traffic.rounds * self.latency + traffic.num_bytes / self.bandwidth
 
 
 def estimate_largest(mean: float, candidates: int) -> float:
@@ -102,31 +91,16 @@ def bucket_costs(num_workers: int, num_elements: int) -> Costs:
     return Costs(num_workers, num_elements, FLOAT_BYTES, FLOAT_BYTES, fixed_bytes)
 
 
-def predict_traffic(costs: Costs, selected: float, node: int) -> dict[str, Traffic]:
-    """Return the traffic of each mode, with hierarchical only for several complete nodes of ``node`` workers."""
+def predict_traffic(costs: Costs, selected: float) -> dict[str, Traffic]:
+    """Return the traffic of each mode."""
     n = costs.num_workers
     headers, sizes = (n - 1) * HEADER_BYTES, (n - 1) * SIZE_BYTES
     received = costs.received_bytes(selected, estimate_largest_slice(selected, n))
-    traffic = {
+    return {
         "gather": Traffic(received["gather"] + headers, 1),
         "reduce_scatter": Traffic(received["reduce_scatter"] + headers + sizes, 4),
         "dense": Traffic(received["dense"] + headers, 2 * (n - 1) + 1),
     }
-    if n > node and n % node == 0:
-        # Each worker of a node exchanges a slice between nodes: the union of the node's selections in this slice.
-        inside = bucket_costs(node, costs.num_elements)
-        elements = -(-costs.num_elements // node)
-        between = bucket_costs(n // node, elements)
-        union = min(estimate_largest(inside.independent_union(selected) / node, n), elements)
-        received = between.received_bytes(union, 0)
-        is_sparse = received["gather"] < received["dense"]
-        traffic["hierarchical"] = Traffic(
-            received["gather" if is_sparse else "dense"] + headers + sizes,
-            2 + (1 if is_sparse else 2 * (n // node - 1)),
-            inside.received_bytes(0, 0)["dense"] + (node - 1) * elements * FLOAT_BYTES,
-            2 * (node - 1) + 1,
-        )
-    return traffic
 
 
 def estimate_largest_slice(selected: float, num_workers: int) -> float:
@@ -136,29 +110,24 @@ def estimate_largest_slice(selected: float, num_workers: int) -> float:
 
 def simulate(density: float, network: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Print and return the predictions for all numbers of workers at a density."""
-    if options.shards > 1:
-        print(f"\nDensity {density:.3%}: MB into a node with {options.shards} shards, and ms")
-    else:
-        print(f"\nDensity {density:.3%}: MB into a worker (hierarchical: in brackets from other nodes), and ms")
+    receiver = f"a node with {options.shards} shards" if options.shards > 1 else "a worker"
+    print(f"\nDensity {density:.3%}: MB into {receiver}, and ms")
     rows, lines, selected = [], [], density * options.elements
     for n in WORKERS:
         costs = bucket_costs(n, options.elements)
-        traffic = predict_traffic(costs, selected, options.node if options.shards == 1 else n)
+        traffic = predict_traffic(costs, selected)
         seconds = {mode: network.seconds(needed) for mode, needed in traffic.items()}
         chosen = costs.cheapest(selected, estimate_largest_slice(selected, n), speeds(options.bandwidth, on_gpu=False))
-        fastest = min((mode for mode in traffic if mode != "hierarchical"), key=lambda mode: seconds[mode])
+        fastest = min(traffic, key=lambda mode: seconds[mode])
         cells = [str(n)]
-        for mode in MODES:
-            needed = traffic.get(mode)
-            outer = f" ({needed.outer_bytes / 1e6:,.2f})" if needed and mode == "hierarchical" else ""
-            megabytes = options.shards * (needed.outer_bytes + needed.inner_bytes) / 1e6 if needed else 0.0
-            cells.append(f"{megabytes:,.2f}{outer}" if needed else "")
-            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == chosen else ' '}" if needed else "")
+        for mode, needed in traffic.items():
+            cells.append(f"{options.shards * needed.num_bytes / 1e6:,.2f}")
+            cells.append(f"{1e3 * seconds[mode]:,.1f}{'*' if mode == chosen else ' '}")
         gain = seconds[chosen] / seconds[fastest]
         lines.append([*cells, f"{fastest} takes 1/{gain:.2f}" if gain > 1.005 else ""])
         modes = {mode: {**needed._asdict(), "seconds": seconds[mode]} for mode, needed in traffic.items()}
         rows.append({"workers": n, "density": density, "taken": chosen, "fastest_of_auto": fastest, "modes": modes})
-    head = [cell for mode in (*MODES[:3], f"hierarchical, L = {options.node}") for cell in (mode, "ms ")]
+    head = [cell for mode in MODES for cell in (mode, "ms ")]
     print(report.table(["workers" if options.shards == 1 else "nodes", *head, ""], lines))
     return rows
 
@@ -167,13 +136,12 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     """Run all modes and densities in a worker; return received bytes and seconds of each step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    n, rank = dist.get_world_size(), dist.get_rank()
-    os.environ["GROUP_RANK"] = str(rank // CHECK_NODE)  # defines the nodes of the hierarchical mode
+    rank = dist.get_rank()
     out = torch.empty(CHECK_ELEMENTS)
     results = {}
     for density in options.densities:
         selection = draw_selection(CHECK_ELEMENTS, round(density * CHECK_ELEMENTS), seed=rank)
-        for mode in MODES if n > CHECK_NODE else MODES[:3]:
+        for mode in MODES:
             exchange = Exchange(mode)
             # The capacities of the sparse modes take some steps to settle.
             for _ in range(40 if mode in ("gather", "reduce_scatter") else 1):
@@ -193,7 +161,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 def check(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all modes among 2, 4 and 8 hosts; print and return measurements and predictions."""
     rate = float(CHECK_RATE[:-4]) * UNITS[CHECK_RATE[-4]] / 8 * TCP_SHARE
-    network = Network(rate, options.latency / 1e6, rate, options.latency / 1e6)
+    network = Network(rate, options.latency / 1e6)
     rows, lines = [], []
     for n in CHECK_WORKERS:
         with NetworkLab(hosts=n) as lab:
@@ -201,10 +169,10 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
             workers = read_results(lab.run([sys.executable, "-m", "benchmarks.scaling", *sys.argv[1:], "--worker"]))
         for density in options.densities:
             costs = bucket_costs(n, CHECK_ELEMENTS)
-            for mode, traffic in predict_traffic(costs, density * CHECK_ELEMENTS, CHECK_NODE).items():
+            for mode, traffic in predict_traffic(costs, density * CHECK_ELEMENTS).items():
                 cases = [worker[f"{mode} {density}"] for worker in workers]
                 steps = [max(step) for step in zip(*(case["seconds"] for case in cases), strict=True)]
-                bytes_ = statistics.mean(case["bytes"] for case in cases), traffic.outer_bytes + traffic.inner_bytes
+                bytes_ = statistics.mean(case["bytes"] for case in cases), traffic.num_bytes
                 seconds = statistics.median(steps), network.seconds(traffic)
                 row = {"mode": mode, "workers": n, "density": density, "bytes": bytes_[0], "predicted_bytes": bytes_[1]}
                 row |= {"seconds": report.quartiles(steps), "predicted_seconds": seconds[1]}
@@ -213,7 +181,7 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
                 for unit, (measured, predicted) in ((1e6, bytes_), (1e-3, seconds)):
                     cells += [f"{measured / unit:,.3f}", f"{predicted / unit:,.3f}", f"{measured / predicted - 1:+.1%}"]
                 lines.append(cells)
-    print(f"\nMeasured at {CHECK_RATE} with {CHECK_ELEMENTS:,} elements, nodes of {CHECK_NODE}")
+    print(f"\nMeasured at {CHECK_RATE} with {CHECK_ELEMENTS:,} elements")
     print(report.table(["mode", "workers", "density", "MB", "predicted", "", "ms", "predicted", ""], lines))
     return rows
 
@@ -225,7 +193,6 @@ def main() -> None:
     parser.add_argument("--densities", type=float, nargs="+", default=[1e-3, 1e-2])
     parser.add_argument("--bandwidth", type=float, default=10.0, help="Gbit/s of a worker's link")
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds between workers")
-    parser.add_argument("--node", type=int, default=8, metavar="L", help="workers per node, for hierarchical")
     parser.add_argument("--shards", type=int, default=1, metavar="S", help="ranks of a node that share a sharded model")
     parser.add_argument("--check", action="store_true", help="also measure among 2, 4 and 8 hosts")
     parser.add_argument("--output", type=Path, default=report.RESULTS / "scaling.json")
@@ -239,7 +206,7 @@ def main() -> None:
         parser.error(reason)
     options.elements, options.bandwidth = -(-options.elements // options.shards), options.bandwidth / options.shards
     unit = 1e9 / 8 * TCP_SHARE  # bytes per second of 1 Gbit/s
-    network = Network(options.bandwidth * unit, options.latency / 1e6, INSIDE_BANDWIDTH * unit, INSIDE_LATENCY / 1e6)
+    network = Network(options.bandwidth * unit, options.latency / 1e6)
     results = {"predicted": [row for density in options.densities for row in simulate(density, network, options)]}
     if options.check:
         results["checked"] = check(options)

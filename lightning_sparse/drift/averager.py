@@ -141,7 +141,6 @@ class SparseModelAverager(Averager):
             "The averager was closed, so later drifts would not be exchanged. Make a new averager."
         )
         self.observed_steps.close()
-        self._engine.exchange.close()
         self.save_barrier.close()
         self.own_group.close()
 

@@ -33,8 +33,8 @@ class ExchangeOptions:
             ``"reduce_scatter"``: each value goes to the worker that sums its part of the bucket, and the sums go to
             all. ``"sparse_sums"``: a reduce-scatter in which averages below λ / √n stay in the residual of the worker
             that computed them. Bytes do not grow with the number of workers. Only for gradients and a hard threshold.
-            ``"dense"``: all-reduce of the masked bucket. ``"hierarchical"``: dense inside a node, sparse between nodes.
-            ``"auto"``: gather, reduce-scatter or dense for each bucket, whichever is predicted to be fastest.
+            ``"dense"``: all-reduce of the masked bucket. ``"auto"``: gather, reduce-scatter or dense for each bucket,
+            whichever is predicted to be fastest.
         link_gbit_s: rate in Gbit/s at which a worker receives from other nodes, for ``exchange="auto"``, within 1e-6
             and 1e6. Give the rate of a node's network card; with sharded replicas, divide it by the ranks of a node,
             which receive at the same time. None assumes 10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100
@@ -158,11 +158,6 @@ class DriftOptions(ExchangeOptions):
                 "and cannot decay. Use keep_drift=False, or leave drift_decay out."
             )
         require_word("average_over", self.average_over, get_args(AverageOver))
-        if self.exchange == "hierarchical" and self.averages_senders:
-            raise ValueError(
-                "Got exchange='hierarchical' with average_over='senders', but the sum of a node does not tell how many "
-                "of its workers sent a value. Use average_over='workers', or exchange='auto'."
-            )
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise ValueError(
                 f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "

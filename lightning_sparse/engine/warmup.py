@@ -72,7 +72,7 @@ def _warmup_modes(engine: Engine) -> Sequence[tuple[ExchangeMode, bool]]:
     """Return the possible routes of this engine's buckets, each with whether it calibrates λ."""
     mode, n = engine.options.exchange, engine.workers.num_workers
     routes: list[ExchangeMode] = [mode]
-    if mode == "hierarchical" or n == 1:
+    if n == 1:
         routes = ["dense"]
     elif mode == "auto":
         routes = ["dense", "gather", "reduce_scatter"] if n > 2 else ["dense", "gather"]

@@ -19,18 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sparse.exchange.buffers import Buffers, copy_to_host
-from lightning_sparse.exchange.groups import Nodes, end_group, find_nodes, is_one_node
+from lightning_sparse.exchange.groups import is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, speeds
 from lightning_sparse.exchange.routes.dense import DenseTransfer, QuantisedDenseTransfer, wire_of_sums
 from lightning_sparse.exchange.routes.gather import GatherTransfer, PayloadCoalescer
-from lightning_sparse.exchange.routes.hierarchical import HierarchicalTransfer
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer, slice_elements
 from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NUM_SELECTED, Transfer
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Pending, Workers, use_batch_scheduling, wait_for_threads_at_exit
 
-ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense", "hierarchical"]
+ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense"]
 FIRST_CAPACITY = 1024
 """Selected coordinates assumed before the first count, for routes that the user chose."""
 UNEVEN_SLICES = 2
@@ -73,7 +72,6 @@ class Exchange:
         self._is_one_node = mode == "auto" and link_gbit_s is None and workers is None and is_one_node(self.workers)
         has_slices = mode == "auto" and self.workers.num_workers > 2
         self.counts_slices = has_slices or mode in ("reduce_scatter", "sparse_sums")
-        self._nodes: Nodes | None = find_nodes(group) if mode == "hierarchical" else None
         if workers is None and self.workers.is_over_gloo:
             use_batch_scheduling()
             wait_for_threads_at_exit()
@@ -82,12 +80,6 @@ class Exchange:
         self._forecasts: dict[str, dict[tuple[int, int], Forecast]] = {"selected": {}, "slices": {}, "unions": {}}
         self._transfers: list[Transfer] = []
         self._headers: list[Tensor] = []
-
-    def close(self) -> None:
-        """End the sub-groups of nodes, if any."""
-        for workers in self._nodes or ():
-            end_group(workers.group)
-        self._nodes = None
 
     def state_dict(self) -> dict[str, list[list[float]]]:
         """Return the history that determines routes and capacities; the same on all workers."""
@@ -132,8 +124,7 @@ class Exchange:
             is_last: whether this is the last bucket of the step.
             is_full: whether this step sends all coordinates, as in a calibration. The bucket then takes the dense
                 route, because payloads would need more memory and time, and forecasts ignore it.
-            by_senders: whether the average of an element is over the workers that sent a value other than 0; not with
-                ``mode="hierarchical"``.
+            by_senders: whether the average of an element is over the workers that sent a value other than 0.
         """
         n, num_elements = self.workers.num_workers, out.numel()
         key = (bucket, num_elements)
@@ -142,8 +133,6 @@ class Exchange:
         if n == 1 and self.has_shortcut:
             return Transfer(*common)
         is_empty = num_elements == 0  # a payload of no bytes has no views
-        if self._nodes is not None and not is_empty:
-            return HierarchicalTransfer(*common, nodes=self._nodes)
         fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
         element = wire.dtype.itemsize + wire_of_sums(wire, out.dtype, n).dtype.itemsize if wire.is_quantised else 0
         costs = Costs(n, num_elements, wire.dtype.itemsize, out.itemsize, fixed_bytes, element)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -126,41 +126,14 @@ class OwnGroup:
         self._is_new = False
 
 
-class Nodes(NamedTuple):
-    """This worker's two sub-groups."""
-
-    inside: Workers  # all workers of this node
-    between: Workers  # one worker per node, with this local rank
-
-
 def is_one_node(workers: Workers) -> bool:
-    """Return whether all workers share a node. Collective."""
-    return workers.num_workers == 1 or len(set(gather_objects(_this_node(), workers.group))) == 1
-
-
-def find_nodes(group: dist.ProcessGroup | None = None) -> Nodes:
-    """Group the workers by node. Collective: every worker of the group calls this at set-up.
+    """Return whether all workers share a node. Collective.
 
     The workers of a node have the same host name and, if the launcher sets it (torchrun's GROUP_RANK, Lightning's
     NODE_RANK), the same node rank.
-
-    Raises:
-        ValueError: the nodes do not all have the same number of workers (on every worker).
     """
-    gathered = gather_objects((_this_node(), f"lightning_sparse/{uuid4().hex}"), group)
-    members: dict[tuple[str, str], list[int]] = {}
-    for rank, (node, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), gathered, strict=True):
-        members.setdefault(node, []).append(rank)
-    if len({len(ranks) for ranks in members.values()}) > 1:
-        listed = ", ".join(f"{name} {index}: ranks {ranks}" for (name, index), ranks in members.items())
-        raise ValueError(
-            f'exchange="hierarchical" needs the same number of workers on every node, got {listed}. '
-            'Start equally many on each node, or use exchange="auto".'
-        )
-    inside, (_, name) = members[_this_node()], gathered[0]
-    between = [ranks[inside.index(dist.get_rank())] for ranks in members.values()]
-    # Only members create a sub-group, so every worker creates two.
-    return Nodes(new_workers(group, inside, f"{name}/inside"), new_workers(group, between, f"{name}/between"))
+    node = socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
+    return workers.num_workers == 1 or len(set(gather_objects(node, workers.group))) == 1
 
 
 def replica_mesh(device_type: str, *shape: int) -> DeviceMesh:
@@ -210,10 +183,6 @@ def replica_workers(between: dist.ProcessGroup) -> Workers:
         return Workers(None, 0, 1)
     name = f"lightning_sparse/replica {members[0][1]}"
     return _once(("replica", tuple(groups)), partial(new_workers, between, ranks, name))
-
-
-def _this_node() -> tuple[str, str]:
-    return socket.gethostname(), os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", ""))
 
 
 def _once(kind: tuple[Any, ...], make: Callable[[], _T]) -> _T:

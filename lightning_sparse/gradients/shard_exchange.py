@@ -113,7 +113,6 @@ class ShardExchange(Averager):
         """Destroy the process groups of this exchange, except those that other exchanges share."""
         self._is_closed = True
         self.observed_steps.close()
-        self._engine.exchange.close()
         self.own_group.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -105,7 +105,6 @@ class SparseState(Averager):
     def close(self) -> None:
         """Detach this state from the model, which must not run another backward."""
         self._is_closed = True
-        self._engine.exchange.close()
         self.pending_gradients.close()
         self.save_barrier.close()
         self._use.close()

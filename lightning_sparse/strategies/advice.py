@@ -169,11 +169,10 @@ class Advice:
         share = self._dense_elements / self._elements
         if share > 0.5 and not (self._sends_all or self._exchange == "dense"):
             seen = 100 * self._selected / self._elements
-            remedy = "Set a lower density." if self._exchange == "auto" else "Use exchange='auto'."
             self._warn(
                 "dense",
                 f"{100 * share:.0f} % of coordinates were sent densely at a density of {seen:.3g} %: nothing is saved. "
-                + remedy,
+                "Set a lower density.",
             )
 
     def _warn(self, kind: str, text: str) -> None:

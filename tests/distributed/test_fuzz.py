@@ -36,11 +36,10 @@ KNOWN_SEEDS = {
     8: "nothing is undone after an overflow",
     17: "payloads are added in another order",
     26: "the clipping norm ignores the loss scale",
-    60: "sums of nodes are divided by n twice",
     280: "the filter of the CPU skips a block whose only large value is NaN",
 }
 """Seeds with a description."""
-CHECKSUM = 96282571
+CHECKSUM = 664088735
 
 
 def assert_all_pass(seeds):

@@ -82,7 +82,7 @@ class Transfer:
         """Enqueue the usual last operations on a GPU, so that the device does not wait for the host."""
 
     def second_round(self, header: Tensor, sizes: list[int]) -> None:
-        """Issue collectives that need the headers: none in most steps, except on the hierarchical route.
+        """Issue collectives that need the headers: none in most steps.
 
         Args:
             header: all workers' headers of this bucket on the CPU, shape (n, H).

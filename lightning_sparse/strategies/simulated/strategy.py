@@ -48,7 +48,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     Args:
         num_workers: n, at least 1.
-        exchange: the route by which sums are computed, as in `SparseDDPStrategy`; not ``"hierarchical"``.
+        exchange: the route by which sums are computed, as in `SparseDDPStrategy`.
         own_attributes: names of module attributes that persist between batches, such as the state of a recurrent
             network. Every worker has its own copy; a checkpoint contains rank 0's. All other attributes, except
             parameters, buffers and random numbers, are shared by all workers.
@@ -80,8 +80,6 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         **kwargs: Any,
     ) -> None:
         require_count("num_workers", num_workers)
-        if exchange == "hierarchical":
-            raise ValueError("Got exchange='hierarchical', but simulated workers have no nodes. Use 'gather'.")
         self._options = self._make_options(GradientOptions, kwargs, exchange=exchange)
         if not isinstance(own_attributes, list | tuple) or not all(isinstance(name, str) for name in own_attributes):
             raise TypeError(f"Invalid {own_attributes=}. Must be a list of names, such as ['hidden_state'].")

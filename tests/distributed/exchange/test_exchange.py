@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import FIRST_CAPACITY, Exchange
-from lightning_sparse.exchange.groups import find_nodes, is_one_node
+from lightning_sparse.exchange.groups import is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.save_barrier import SaveBarrier
@@ -93,7 +93,7 @@ def _run(modes, cases):
     """Run cases of (sizes, densities, dtype, wire, seed) on every route; return checksums of all averages."""
     checksums = []
     for sizes, densities, dtype, wire, seed in cases:
-        by_senders = seed % 2 == 1 and modes != ["hierarchical"]
+        by_senders = seed % 2 == 1
         gather.FULL_BYTES = (0, 3000, 2**16)[seed % 3]
         steps = []
         for step, density in enumerate(densities):
@@ -120,7 +120,6 @@ def _run(modes, cases):
                     else:
                         torch.testing.assert_close(out, plain, rtol=1e-5, atol=1e-6)
                     checksums.append(zlib.crc32(out.numpy().tobytes()))
-            exchange.close()
     return checksums
 
 
@@ -171,42 +170,6 @@ def test_a_slice_fuller_than_its_forecast_loses_nothing():
         average = exchange_once(exchange, [selection], [size])[0][0]
         assert average.nonzero().squeeze(1).tolist() == list(range(0, 300 * step, step))
         assert average.sum() == 300 * 2.0
-
-
-def _run_in_nodes(workers_per_node, drawn):
-    os.environ["GROUP_RANK"] = str(dist.get_rank() // workers_per_node)
-    nodes = find_nodes()
-    assert nodes.inside.num_workers == workers_per_node
-    assert nodes.inside.rank == dist.get_rank() % workers_per_node
-    assert nodes.between.num_workers == dist.get_world_size() // workers_per_node
-    return _run(["hierarchical"], drawn)
-
-
-@pytest.mark.parametrize(("num_workers", "workers_per_node"), [(4, 2), (4, 1), (2, 2), (3, 1), (1, 1)])
-@settings(max_examples=2)
-@given(drawn=st.lists(cases(), min_size=3, max_size=3))
-@example(drawn=ALWAYS)
-def test_the_hierarchical_route_equals_the_other_routes(num_workers, workers_per_node, drawn):
-    ranks = run_workers(_run_in_nodes, num_workers, workers_per_node, drawn)
-    assert ranks[0]
-    assert all(checksums == ranks[0] for checksums in ranks)
-
-
-@pytest.mark.parametrize(("num_nodes", "density", "dense"), [(1, 0.01, 1000), (2, 0.01, 0), (2, 1.0, 1000)])
-@on_workers(2)
-def test_a_hierarchical_exchange_reports_dense_elements(num_nodes, density, dense):
-    os.environ["GROUP_RANK"] = str(dist.get_rank() if num_nodes == 2 else 0)
-    exchange = Exchange("hierarchical")
-    selection = selection_of(1, dist.get_rank(), 1000, density, torch.float32, FLOAT32)
-    assert exchange_once(exchange, [selection], [1000])[3] == dense
-    exchange.close()
-
-
-@on_workers(3)
-def test_every_worker_rejects_uneven_nodes():
-    os.environ["NODE_RANK"] = str(int(dist.get_rank() == 0))
-    with pytest.raises(ValueError, match=r"the same number of workers on every node, got .* 1: ranks \[0\]"):
-        Exchange("hierarchical")
 
 
 def _count_collectives(mode, densities, full_bytes=gather.FULL_BYTES, link_gbit_s=None):

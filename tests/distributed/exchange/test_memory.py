@@ -34,7 +34,6 @@ ROWS = {
     'hard threshold, `exchange="gather"`': (ONE_PERCENT, THIRTY),
     '`exchange="dense"`': (ONE_PERCENT, THIRTY | {"exchange": "dense"}),
     '`exchange="reduce_scatter"`': (ONE_PERCENT, THIRTY | {"exchange": "reduce_scatter", "steps": 70}),
-    '`exchange="hierarchical"`, one node': (ONE_PERCENT, THIRTY | {"exchange": "hierarchical"}),
     '10 % in place of 1 %, `"gather"`': (TEN_PERCENT, THIRTY),
     '`exchange="dense"`, a loss scale (16-mixed)': (ONE_PERCENT, THIRTY | {"exchange": "dense", "is_scaled": True}),
     "parameters in bfloat16": (ONE_PERCENT, THIRTY | {"dtype": torch.bfloat16}),
@@ -43,8 +42,6 @@ ROWS = {
     "local training (`SparseModelAverager`)": (None, {}),
     "local training, `keep_drift=False`": (None, {"keep_drift": False}),
 }
-GLOO_COPIES = {'`exchange="hierarchical"`, one node': 4.0}
-"""Bytes that Gloo's all-gather of a first step needs for a copy on a GPU, unlike NCCL's."""
 ON_A_CPU = ("`TopK`", '`error_feedback="none"`', "local training (`SparseModelAverager`)")
 
 
@@ -195,7 +192,6 @@ def test_bytes_per_parameter_of_a_shard(kind, options, expected):
 def check(name, device, within=0.5):
     (row,) = re.findall(rf"^\| {re.escape(name)} \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", DOCS.read_text(), re.M)
     written = [float(number) for number in row]
-    written[2] += GLOO_COPIES.get(name, 0.0) * (device == "cuda")
     sparsifier, options = ROWS[name]
     for measured in run_workers(measure, 2, sparsifier, device, options):
         assert measured == pytest.approx(written, abs=within)

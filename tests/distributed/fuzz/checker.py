@@ -176,14 +176,10 @@ class Checker:
     def _check_average(self, step: int, index: int, workers: list[Sent], gradient: Tensor, scale: float | None) -> None:
         case, n, layer = self.case, self.case.num_workers, self.case.layers[index]
         sent = [term.sent for term in workers]
-        if case.exchange == "hierarchical" and (n, case.workers_per_node) == (4, 2):
-            total = (sent[0] + sent[1]) + (sent[2] + sent[3])
-        else:
-            total = sum(sent, torch.zeros_like(sent[0]))
-        average = total / n
+        average = sum(sent, torch.zeros_like(sent[0])) / n
         # The sum of two terms is unique. An all-reduce of more terms, as in calibration, has its own order.
         adds_in_order = case.exchange in ("gather", "reduce_scatter") and not self.simulation.is_calibrating
-        is_exact = n <= 2 or adds_in_order or case.workers_per_node == 2
+        is_exact = n <= 2 or adds_in_order
         off = torch.zeros_like(average, dtype=torch.float64)
         for term in workers:
             quantum = torch.where(term.rounding > 0, term.quantum, 0.0)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import warnings
 import zlib
 from collections import Counter
@@ -66,7 +65,6 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.worker = dist.get_rank()
-        os.environ["GROUP_RANK"] = str(self.worker // case.workers_per_node)
         self.scaler = None
         if case.loss_scale is not None:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=case.loss_scale, growth_interval=case.growth_interval)

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import (
-    GradientOptions,
     HardThreshold,
     ShardExchange,
     ShardModelAverager,
@@ -186,7 +185,7 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
     holders = [
         ShardExchange(nets[0], mesh["replicate"], HardThreshold(threshold=0.1)),
         ShardModelAverager(nets[1], mesh["replicate"], HardThreshold(threshold=0.1)),
-        register_comm_hook(wrapped, HardThreshold(threshold=0.1), GradientOptions(exchange="hierarchical")),
+        register_comm_hook(wrapped, HardThreshold(threshold=0.1)),
         SparseModelAverager(nets[3], HardThreshold(threshold=0.1)),
     ]
     for copies in (copy.deepcopy, pickle.dumps):

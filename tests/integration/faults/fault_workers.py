@@ -43,7 +43,6 @@ class Case:
     Args:
         route: exchange of the strategy; ``"ddp"`` is Lightning's own strategy, ``"local"`` local training.
         num_workers: number of worker processes.
-        hosts: number of simulated hosts, for the hierarchical route.
         worker_state: option of the strategy.
         own_select: whether the sparsifier is custom, so that compensating and selecting are separate calls.
         manual: whether the module uses manual optimization, and so steps after the backward instead of around it.
@@ -54,7 +53,6 @@ class Case:
 
     route: str = "gather"
     num_workers: int = 2
-    hosts: int = 1
     worker_state: str = "full"
     own_select: bool = False
     manual: bool = False
@@ -156,7 +154,6 @@ def _be_a_worker(case: Case, folder: str, function: Callable[..., None], args: A
         "SLURM_NODEID": "0",
         "SLURM_JOB_ID": "1",
         "SLURM_JOB_NAME": "training",
-        "GROUP_RANK": str(rank * case.hosts // case.num_workers),
     }
     tempfile.tempdir = folder  # a kill leaves the temporary file of Lightning in this folder
     save_barrier.PATIENCE, save_barrier.SHORT_PATIENCE = PATIENCE, SHORT_PATIENCE

@@ -47,7 +47,6 @@ IN_THE_MIDDLE = "an optimizer's step or a new layout of residuals was not comple
 NO_FILE = "no file"
 
 GATHER, DENSE = Case("gather"), Case("dense")
-HIERARCHICAL = Case("hierarchical", hosts=2)
 MEAN = Case("gather", worker_state="small")
 MODEL_CHECKPOINT = Case("gather", saver="model_checkpoint")
 BY_HAND = Case("gather", manual=True)
@@ -96,7 +95,7 @@ LIST = [
     *(
         row(case, way, ALL, IN_BACKWARD, RESIDUALS, finishes=way == "SIGUSR1")
         for case in (
-            *(GATHER, DENSE, Case("auto"), Case("reduce_scatter"), HIERARCHICAL, Case("gather", 3)),
+            *(GATHER, DENSE, Case("auto"), Case("reduce_scatter"), Case("gather", 3)),
             *(MEAN, BY_HAND, Case("gather", own_select=True), Case("gather", together=True), LOCAL),
         )
         for way in ("raise", "SIGUSR1")
@@ -129,7 +128,6 @@ LIST = [
     row(GATHER, "SIGKILL", LAST, AT_THE_BARRIER, WORKER_MISSING),
     row(GATHER, "SIGKILL", LAST, Point("save 1", "before new_group"), WORKER_MISSING),
     row(GATHER, "SIGKILL", LAST, BEFORE_SENDING, WORKER_MISSING),
-    row(HIERARCHICAL, "SIGKILL", LAST, Point("set-up", "before new_group"), NO_FILE),
     row(GATHER, "SIGKILL", FIRST, WHILE_WRITTEN, NO_FILE),
     row(GATHER, "raise", FIRST, WHILE_WRITTEN, WORKER_MISSING),
     row(LOCAL, "raise", ALL, Point("step 2", "before DriftExchange._move_anchor"), "of an exchange"),

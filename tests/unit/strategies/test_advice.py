@@ -118,9 +118,6 @@ SITUATIONS = {
         [step(300, dense=1.0)] * 250,
         [r"100 % of coordinates were sent densely at a density of 30 %.* Set a lower density"],
     ),
-    "densely between the workers of one node": Situation(
-        [step(10, dense=1.0)] * 250, [r"nothing is saved. Use exchange='auto'"], exchange="hierarchical"
-    ),
     "densely on purpose": Situation([step(1000, dense=1.0)] * 250, sparsifier=HardThreshold(threshold=0.0)),
     "densely by exchange='dense'": Situation([step(10, dense=1.0)] * 250, exchange="dense"),
     "densely by the control": Situation([step(1000, dense=1.0)] * 250, sparsifier=Dense()),
@@ -244,10 +241,6 @@ EXTREMES = [
     *(
         Situation([replace(CALIBRATION, squared_gradient_norm=norm)] * 1234, sparsifier=HardThreshold(density=0.01))
         for norm in (1.0, 0.0)
-    ),
-    Situation(
-        [replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200,
-        exchange="hierarchical",
     ),
 ]  # fmt: skip
 

@@ -42,7 +42,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         for name, word, allowed in (
             ("error_feedback", "sideways", "'gradient', 'learning_rate', 'none'"),
             ("value_dtype", "", "'float32', 'bfloat16', 'float8', 'int8'"),
-            ("exchange", None, "'auto', 'gather', 'reduce_scatter', 'sparse_sums', 'dense', 'hierarchical'"),
+            ("exchange", None, "'auto', 'gather', 'reduce_scatter', 'sparse_sums', 'dense'"),
         )
     ),
     *(
@@ -94,7 +94,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (LOCAL_HSDP, {"every_n_steps": 0}, "Invalid every_n_steps=0"),
     (LOCAL_HSDP, {"drift_decay": 0.5}, "keep_drift=False"),
     (LOCAL, {"average_over": "all"}, "Invalid average_over='all'. Must be one of 'senders', 'workers'"),
-    (LOCAL, {"exchange": "hierarchical"}, "the sum of a node does not tell how many of its workers sent a value"),
     *(
         (SimulatedWorkersStrategy, {"sparsifier": HardThreshold(threshold=0.1), "num_workers": number}, message)
         for number, message in (
@@ -102,7 +101,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
             (2.0, "Invalid num_workers=2.0"),
         )
     ),
-    (simulated, {"exchange": "hierarchical"}, "exchange='hierarchical', but simulated workers have no nodes"),
     (simulated, {"exchange": "ring"}, "Invalid exchange='ring'"),
     (simulated, {"local_clip_norm": -1.0}, "local_clip_norm"),
     *((simulated, {"own_attributes": names}, f"Invalid own_attributes={names!r}. Must") for names in ("hidden", [1])),
