@@ -9,7 +9,7 @@ parameters and 2 windows of 64 bytes per rank.
     floor            FSDP2 inside each replica, without an exchange between replicas
     hsdp             torch's HSDP: reduce-scatter inside, a dense all-reduce between replicas
     sparse_ρ         ShardExchange with HardThreshold, λ held to a density of ρ
-    drift_ρ_every_n  ShardModelAverager: drifts every n steps (default 1), at a density of ρ
+    drift_ρ_every_n  SparseModelAverager: drifts every n steps (default 1), at a density of ρ
 
 Each method has its own model with equal initial weights. The methods take turns in the same processes: each turn is an
 untimed step, a barrier, then the timed steps. The time of a step is that of the slowest rank, and the table shows
@@ -34,7 +34,7 @@ from benchmarks import report
 from benchmarks.network_lab.lab import NetworkLab, interface_bytes
 from benchmarks.network_lab.workers import MARK, read_results
 from benchmarks.step_time.worker import is_past
-from lightning_sparse import DriftOptions, HardThreshold, ShardExchange, ShardModelAverager
+from lightning_sparse import DriftOptions, HardThreshold, ShardExchange, SparseModelAverager
 from recipes.gpt_wikitext.model import GPT
 
 FLOOR, HSDP = "floor", "hsdp"
@@ -57,9 +57,8 @@ def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
     if kind == "sparse":
         exchange = ShardExchange(model, mesh["replicate"], sparsifier)
     elif kind == "drift":
-        averager = ShardModelAverager(
-            model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=interval_of(method))
-        )
+        options = DriftOptions(every_n_steps=interval_of(method))
+        averager = SparseModelAverager(model, sparsifier, options, group=mesh["replicate"])
     stateful = exchange or averager
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())

@@ -7,7 +7,6 @@ from lightning_sparse._version import __version__ as __version__
 from lightning_sparse.callbacks.density_monitor import DensityMonitor
 from lightning_sparse.callbacks.error_monitor import ErrorMonitor
 from lightning_sparse.drift.averager import SparseModelAverager
-from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions, GradientOptions
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
@@ -55,7 +54,6 @@ __all__ = [
     "ScaledIntegerRounding",
     "Selection",
     "ShardExchange",
-    "ShardModelAverager",
     "SimulatedWorkersStrategy",
     "SparseDDPStrategy",
     "SparseHSDPStrategy",

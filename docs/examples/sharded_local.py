@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
 
 REPLICAS = 2
 
@@ -34,7 +34,7 @@ def main() -> None:
         fully_shard(layer, mesh=mesh["shard"])  # inside a replica: torch's own exchange of gradients
     fully_shard(model, mesh=mesh["shard"])
     sparsifier = HardThreshold(density=0.1)
-    averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(every_n_steps=1))
+    averager = SparseModelAverager(model, sparsifier, DriftOptions(every_n_steps=1), group=mesh["replicate"])
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)  # each replica has its own moments
     densities: list[float] = []

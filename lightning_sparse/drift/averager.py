@@ -9,6 +9,9 @@ All workers share an anchor x. Every ``every_n_steps`` optimizer steps, on worke
 
 After an exchange, every weight is less than λ from the anchor, and no value is lost. A threshold on gradients gives
 Adam rare large values, which it normalises away. In local training, Adam gets its worker's complete gradients.
+
+If FSDP2 shards the model, a replica acts as one worker. Inside a replica, FSDP2 averages gradients and the optimizer
+steps on shards. Between replicas, the ranks that hold the same shard exchange its drift.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange, trained_parameters
@@ -28,7 +32,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
 from lightning_sparse.engine.options import DriftOptions, checked, settings_of
-from lightning_sparse.engine.sharding import Resharded
+from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import ignored_names, parameter_settings, require_agreement
@@ -55,14 +59,23 @@ class SparseModelAverager(Averager):
         with averager.averaged_weights():
             validate(model)
 
+    With a sharded model, call `step` on all ranks. Statistics refer to the whole model::
+
+        mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        averager = SparseModelAverager(model, HardThreshold(density=0.01), group=mesh["replicate"])
+
     Args:
         module: the model, on its device. All workers receive rank 0's weights and buffers. Collective.
-        sparsifier: selects the values of drifts to send, λ in the parameters' own units; copied.
+        sparsifier: selects the values of drifts to send, λ in the parameters' own units and equal in all shards;
+            copied. A number of coordinates, as in `TopK`, is per shard.
         options: see `DriftOptions`.
-        group: the process group; None is the default group.
+        group: the process group; None is the default group. For a model that ``fully_shard`` shards, the dimension of
+            replicas, one rank per replica, of a mesh of all ranks.
         per_layer_stats: whether to report density and error of every layer.
 
     Attributes:
+        replica: the ranks that hold this rank's replica.
         num_steps: the number of calls of `step`.
         observed_steps: the steps of optimizers on the module's parameters.
         device: the device of the module's first parameter.
@@ -72,9 +85,10 @@ class SparseModelAverager(Averager):
 
     Raises:
         TypeError: the module, the sparsifier or the options have a wrong type.
-        RuntimeError: settings or the model differ between workers (on every worker).
-        ValueError: the module is wrapped in DDP, sharded, on several devices, not initialised, or has no parameters to
-            train; or the options do not support the sparsifier.
+        RuntimeError: settings or the model differ between workers, or the mesh does not divide ranks into replicas (on
+            every worker).
+        ValueError: the module is wrapped in DDP, sharded without a mesh of replicas, on several devices, not
+            initialised, or has no parameters to train; or the options do not support the sparsifier.
     """
 
     kind = "drifts"
@@ -87,7 +101,7 @@ class SparseModelAverager(Averager):
         sparsifier: Sparsifier,
         options: DriftOptions | None = None,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         per_layer_stats: bool = False,
     ) -> None:
         self.options = checked(options, DriftOptions)
@@ -98,10 +112,14 @@ class SparseModelAverager(Averager):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(tensor) for tensor in named_tensors(module).values()):
             raise ValueError("The module has parameters that are not initialised. Run a forward pass first.")
-        if not isinstance(module, Resharded) and any(isinstance(weight, DTensor) for weight in module.parameters()):
+        settings, sharding, self._sharded = settings_of(sparsifier, self.options, per_layer_stats), None, None
+        if isinstance(group, DeviceMesh):
+            sharding, self._sharded = Sharding(module, group, settings), module
+            module, group, self.replica = Resharded(module), sharding.group, sharding.replica
+        elif any(isinstance(weight, DTensor) for weight in module.parameters()):
             raise ValueError(
                 "The module is sharded (fully_shard, or tensor parallelism). For replicas of shards use "
-                "ShardModelAverager(module, mesh['replicate'], …), or LocalHSDPHardThresholdStrategy."
+                "SparseModelAverager(…, group=mesh['replicate']), or LocalHSDPHardThresholdStrategy."
             )
         weights = trained_parameters(dict(module.named_parameters()))
         if not weights:
@@ -109,12 +127,13 @@ class SparseModelAverager(Averager):
         require_one_device(weights)
         self.device = local(next(iter(weights.values()))).device
         with torch.accelerator.device_index(self.device.index):
-            settings = settings_of(sparsifier, self.options, per_layer_stats)
             require_agreement(parameter_settings(module) | settings, group)
             self._module = module
             self.own_group = OwnGroup(group)
             engine = Engine(sparsifier, self.options, group=self.own_group.group, per_layer_stats=per_layer_stats)
             super().__init__(engine, weights)
+            if sharding is not None:
+                engine.combine_shards, self.place = sharding.combine_shards, sharding.place
             self.save_barrier = SaveBarrier(self.workers)
             ignored, tensors = ignored_names(module), named_tensors(module)
             self.workers.broadcast([local(tensor) for name, tensor in tensors.items() if name not in ignored])
@@ -153,7 +172,8 @@ class SparseModelAverager(Averager):
             RuntimeError: the module has the mean weights, the averager was closed, a newer averager has the same
                 weights, the last exchange was interrupted, or a trained parameter was replaced.
         """
-        self._prepare()
+        if self._sharded is not None:
+            reshard(self._sharded)  # also without an exchange, so that later steps do not depend on saves
         if self.exchange.why_closed is not None:
             raise RuntimeError(self.exchange.why_closed)
         if self.shared.is_loaded:
@@ -166,9 +186,6 @@ class SparseModelAverager(Averager):
             self.is_exchanging = True
             self.exchange.run()
             self.is_exchanging = False
-
-    def _prepare(self) -> None:
-        """Do nothing; subclasses free gathered parameters."""
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sparse.drift.averager import SparseModelAverager
-from lightning_sparse.drift.shard_averager import ShardModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import Arguments, weak_method
 from lightning_sparse.engine.options import ExchangeOptions
@@ -39,12 +39,15 @@ class SparseHSDPStrategy(ReplicaStrategy):
 
     state: ShardExchange | None
     _options_class: ClassVar[type] = ExchangeOptions
-    _averager_class = ShardExchange
     _call_each_step = "average_gradients() before"
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._make_options(ExchangeOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
+
+    @override
+    def _new_averager(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> ShardExchange:
+        return ShardExchange(module, mesh, self.sparsifier, **options)
 
     @override
     def _begin_fit(self, state: Any) -> None:
@@ -87,17 +90,20 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
 
     Use it for models that are too big for DDP, with optimizers that normalise gradients, such as Adam. Each replica
     runs its own optimizer. Every ``every_n_steps`` optimizer steps, replicas exchange the drifts of their weights from
-    the shared anchor. See `ShardModelAverager`; write a model as for `SparseHSDPStrategy`.
+    the shared anchor. See `SparseModelAverager`; write a model as for `SparseHSDPStrategy`.
 
     Validation, test, predict, checkpoints and the module after ``fit`` have the mean of the replicas' weights. Logs the
     metrics of `SparseLocalStrategy`, over all shards; see `SparseHSDPStrategy` for their scope.
 
     Attributes:
-        state: the `ShardModelAverager` of the running or last ``fit``, None before.
+        state: the `SparseModelAverager` of the running or last ``fit``, None before.
     """
 
-    state: ShardModelAverager | None
-    _averager_class = ShardModelAverager
+    state: SparseModelAverager | None
+
+    @override
+    def _new_averager(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> SparseModelAverager:
+        return SparseModelAverager(module, self.sparsifier, group=mesh, **options)
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_sparse import DriftOptions, HardThreshold, ShardModelAverager
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
 from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter
 from tests.distributed.drift import drift_simulation
 from tests.distributed.drift.drift_simulation import CASES, Simulation, at_least, flat
@@ -28,7 +28,9 @@ def train(layout, options):
             parameter.data.add_(1.0)
     sharded(model, mesh["shard"])
     sparsifier = HardThreshold(threshold=THRESHOLD)
-    averager = ShardModelAverager(model, mesh["replicate"], sparsifier, DriftOptions(**options), per_layer_stats=True)
+    averager = SparseModelAverager(
+        model, sparsifier, DriftOptions(**options), group=mesh["replicate"], per_layer_stats=True
+    )
     optimizer = adam(model.parameters())
     history, looks = [], []
     batches = build_batches(dist.get_world_size())

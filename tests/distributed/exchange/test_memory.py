@@ -18,7 +18,6 @@ from lightning_sparse import (
     GradientOptions,
     HardThreshold,
     ShardExchange,
-    ShardModelAverager,
     SparseModelAverager,
     TopK,
     register_comm_hook,
@@ -153,7 +152,7 @@ def test_bytes_per_parameter_on_a_gpu(name):
     check(name, "cuda", within=1.0)  # work space of the kernels, and the allocator's blocks
 
 
-def measure_shards(kind, options):
+def measure_shards(drifts):
     """Return bytes per parameter of a rank's shard after a usual step."""
     buffers.STEPS_BEFORE_FREE = 10
     torch.manual_seed(dist.get_rank())
@@ -164,28 +163,29 @@ def measure_shards(kind, options):
     gc.collect()
     gc.disable()
     with count:
-        averager = kind(module, mesh["replicate"], ONE_PERCENT, options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.001 if kind is ShardModelAverager else 0.0)
+        if drifts:
+            options = DriftOptions(keep_drift=False)
+            averager = SparseModelAverager(module, ONE_PERCENT, options, group=mesh["replicate"])
+        else:
+            averager = ShardExchange(module, mesh["replicate"], ONE_PERCENT)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.001 if drifts else 0.0)
     for _ in range(30):
         inputs, directions = torch.randn(2, 8, WIDTH)
         module(inputs).mul(directions).sum().backward()
-        if kind is ShardExchange:
+        if not drifts:
             with count:
                 averager.average_gradients()
         optimizer.step()
-        if kind is ShardModelAverager:
+        if drifts:
             with count:
                 averager.step()
         optimizer.zero_grad()
     return count.held / PARAMETERS
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "expected"),
-    [(ShardExchange, None, 4), (ShardModelAverager, DriftOptions(keep_drift=False), 12)],
-)
-def test_bytes_per_parameter_of_a_shard(kind, options, expected):
-    for measured in run_workers(measure_shards, 2, kind, options, new=True):
+@pytest.mark.parametrize(("drifts", "expected"), [(False, 4), (True, 12)])
+def test_bytes_per_parameter_of_a_shard(drifts, expected):
+    for measured in run_workers(measure_shards, 2, drifts, new=True):
         assert expected <= measured < expected + 1  # payloads and their buffers
 
 

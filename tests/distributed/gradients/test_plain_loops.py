@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import (
     HardThreshold,
     ShardExchange,
-    ShardModelAverager,
     SparseModelAverager,
     register_comm_hook,
 )
@@ -184,7 +183,7 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
     wrapped = DistributedDataParallel(nets[2])
     holders = [
         ShardExchange(nets[0], mesh["replicate"], HardThreshold(threshold=0.1)),
-        ShardModelAverager(nets[1], mesh["replicate"], HardThreshold(threshold=0.1)),
+        SparseModelAverager(nets[1], HardThreshold(threshold=0.1), group=mesh["replicate"]),
         register_comm_hook(wrapped, HardThreshold(threshold=0.1)),
         SparseModelAverager(nets[3], HardThreshold(threshold=0.1)),
     ]

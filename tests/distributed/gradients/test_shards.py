@@ -192,7 +192,7 @@ def test_shard_exchange_raises_on_misuse():
         ),
         (lambda: ShardExchange(model, mesh["replicate"], 0.1), "Expected a sparsifier"),
         (lambda: ShardExchange(empty, mesh["replicate"], sparsifier), "is on the meta device"),
-        (lambda: SparseModelAverager(sharded(build_network(), mesh["shard"]), sparsifier), "use ShardModelAverager"),
+        (lambda: SparseModelAverager(sharded(build_network(), mesh["shard"]), sparsifier), "use SparseModelAverager"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             make()
