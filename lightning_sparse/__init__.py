@@ -16,7 +16,7 @@ from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.sparsifiers.accordion import Accordion
 from lightning_sparse.sparsifiers.gaussian_k import GaussianK
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
-from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, Selection, Sparsifier, WholeStep
+from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier, Selection, Sparsifier
 from lightning_sparse.sparsifiers.random_k import RandomK
 from lightning_sparse.sparsifiers.rounding import ScaledIntegerRounding, StochasticRounding
 from lightning_sparse.sparsifiers.top_k import TopK
@@ -65,7 +65,6 @@ __all__ = [
     "StepStats",
     "StochasticRounding",
     "TopK",
-    "WholeStep",
     "estimate",
     "paper_threshold",
     "register_comm_hook",

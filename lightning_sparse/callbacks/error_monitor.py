@@ -89,7 +89,7 @@ class ErrorMonitor(StepMonitor):
 
 def _add_histograms(trainer: Trainer, kinds: Sequence[str], bucket: FlatBucket) -> None:
     residual = bucket.residual.before
-    compensated = bucket.compensated(residual.dtype)
+    compensated = bucket.compensated()
     averaged = compensated if len(kinds) == 1 else compensated - residual  # a drift contains its residual
     values = {"compensated": compensated, "residual": residual, kinds[-1]: averaged}
     for name, start, end in bucket.layout.spans():

@@ -99,10 +99,10 @@ class DriftBucket(FlatBucket):
         self.notes[0] = _largest(self.gradient)
 
     @override
-    def compensated(self, dtype: torch.dtype) -> Tensor:
+    def compensated(self) -> Tensor:
         if self.weights is None:
-            return super().compensated(dtype)
-        return torch.sub(self.anchored.anchor, self.anchored.read(torch.empty_like(self.anchored.anchor))).to(dtype)
+            return super().compensated()
+        return torch.sub(self.anchored.anchor, self.anchored.read(torch.empty_like(self.anchored.anchor)))
 
 
 def _largest(values: Tensor) -> Tensor:

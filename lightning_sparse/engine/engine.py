@@ -36,7 +36,7 @@ from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.statistics import header_fields
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
-from lightning_sparse.sparsifiers.protocol import Sparsifier, WholeStep
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 _Bucket = TypeVar("_Bucket", bound=FlatBucket)
 
@@ -150,10 +150,7 @@ class Engine:
         """Survey all buckets if the sparsifier needs it, add them and return them. Collective."""
         if self.sparsifier.needs_survey:
             buckets = list(buckets)
-            dtype = max((bucket.residual.before.dtype for bucket in buckets), key=lambda dtype: dtype.itemsize)
-            num_elements = sum(bucket.layout.num_elements for bucket in buckets)
-            parts = [partial(bucket.compensated, dtype) for bucket in buckets]
-            self.sparsifier.survey(WholeStep(parts, num_elements, dtype))
+            self.sparsifier.survey([bucket.compensated for bucket in buckets])
         added = []
         for bucket in buckets:
             self.add(bucket)

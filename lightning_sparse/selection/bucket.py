@@ -90,13 +90,13 @@ class FlatBucket:
             pieces.append(ThresholdRun(inf, start, end) if is_left_out else run._replace(start=start, end=end))
         return pieces
 
-    def compensated(self, dtype: torch.dtype) -> Tensor:
+    def compensated(self) -> Tensor:
         """Return a new tensor with p, and 0 for left-out layers: shape (layout.num_elements,)."""
         before = self.residual.before
         compensated = compensate(Residual(before, torch.empty_like(before)), self.gradient, self.loss_scale)
         for start, end in self.left_out:
             compensated[start:end] = 0
-        return compensated.to(dtype)
+        return compensated
 
 
 def compensate(residual: Residual, gradient: Tensor, loss_scale: Tensor | None = None) -> Tensor:

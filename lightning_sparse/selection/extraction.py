@@ -82,7 +82,7 @@ class Extraction:
             transfer.overflow = partial(self._take_overflow, bucket, transfer.format, transfer.payload)
         squared_gradient_norm: float | Tensor = 0.0
         if measures_gradient:
-            gradient = bucket.gradient if bucket.weights is None else bucket.compensated(bucket.gradient.dtype)
+            gradient = bucket.gradient if bucket.weights is None else bucket.compensated()
             squared_gradient_norm = squared_norm(gradient)
             if bucket.loss_scale is not None:
                 squared_gradient_norm /= bucket.loss_scale.double().square().view(())
@@ -241,7 +241,7 @@ class Extraction:
         """Take the values beyond a payload's capacity out of the residual or the weights. Waits for a GPU."""
         anchor, residual, _ = bucket.residual
         if bucket.weights is not None:
-            residual = bucket.compensated(residual.dtype)
+            residual = bucket.compensated()
         first = payload_format.unpack(payload, residual.dtype)
         # Overflow starts after the payload's last coordinate. Earlier values of at least λ are rounding remainders.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0

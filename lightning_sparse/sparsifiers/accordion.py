@@ -60,12 +60,11 @@ class Accordion(MarkingSparsifier):
             require_density(value, "0.1 % of each layer", name)
         if low_density > high_density:
             raise ValueError(f"Invalid {low_density=}. Must be at most {high_density=}.")
-        require_count("interval", interval)
         if not (is_number(relative_change) and 0 < relative_change < float("inf")):
             raise ValueError(f"Invalid {relative_change=}. Must be above 0; the authors use 0.5.")
         self.low_density = low_density
         self.high_density = high_density
-        self.interval = interval
+        self.interval = require_count("interval", interval)
         self.relative_change = relative_change
         self._step = 0
         self._last: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """Checks of arguments, for the whole package and the recipes."""
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -16,10 +16,14 @@ def require_flag(name: str, value: object) -> None:
         raise ValueError(f"Invalid {name}={value!r}. Must be True or False.")
 
 
-def require_count(name: str, value: object, least: int = 1, instead: str = "") -> None:
-    """Raise ValueError unless this is a whole number, at least ``least``. ``instead`` ends the message."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def require_count(name: str, value: object, least: int = 1, instead: str = "") -> int:
+    """Return a whole number of Python or NumPy as Python's; raise ValueError below ``least`` or for other values.
+
+    ``instead`` ends the message.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least {least}{instead}.")
+    return int(value)
 
 
 def require_density(density: float, example: str, name: str = "density") -> None:

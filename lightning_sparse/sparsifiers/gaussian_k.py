@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.sparsifiers.arguments import require_density
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
+from lightning_sparse.sparsifiers.top_k import k_of
 
 CORRECTIONS = 3
 TOO_FEW, TOO_MANY = 2 / 3, 4 / 3
@@ -71,5 +72,5 @@ class GaussianK(MarkingSparsifier):
 @lru_cache(maxsize=256)
 def _k_by_layer(density: float, layout: LayerLayout, device: torch.device) -> Tensor:
     """Return k of every nonempty layer, as float64 on the device."""
-    k = [max(1, int(density * size)) for size in layout.sizes if size]
+    k = [k_of(density, size) for size in layout.sizes if size]
     return torch.tensor(k, dtype=torch.float64).to(device, non_blocking=True)

@@ -103,7 +103,6 @@ class HardThreshold(MarkingSparsifier):
         if density is not None:
             require_density(density, "about 0.1 %")
         calibration_steps = 3 if calibration_steps is None else calibration_steps
-        require_count("calibration_steps", calibration_steps)
         if not isinstance(layer_thresholds, Mapping | None):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")
         for pattern, value in (layer_thresholds or {}).items():
@@ -117,7 +116,7 @@ class HardThreshold(MarkingSparsifier):
         # A checkpoint must not hold NumPy's numbers, which torch.load(weights_only=True) rejects.
         self.threshold = None if threshold is None else float(threshold)
         self.density = None if density is None else float(density)
-        self.calibration_steps = calibration_steps
+        self.calibration_steps = require_count("calibration_steps", calibration_steps)
         self.layer_thresholds = dict(layer_thresholds or {})
         self.granularity = granularity
         self.overshoot = float(overshoot)

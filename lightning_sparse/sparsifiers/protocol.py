@@ -60,20 +60,6 @@ class Selection(NamedTuple):
     values: Tensor
 
 
-class WholeStep(NamedTuple):
-    """All compensated gradients of one worker in a step, before anything is selected.
-
-    Attributes:
-        buckets: each returns p of a bucket whenever it is called, shape (m,), with 0 where nothing may be sent.
-        num_elements: of all buckets together.
-        dtype: of the buckets, float32 or float64.
-    """
-
-    buckets: Sequence[Callable[[], Tensor]]
-    num_elements: int
-    dtype: torch.dtype
-
-
 def in_order(selection: Selection, num_elements: int, dtype: torch.dtype) -> Selection:
     """Return the selection with ascending indices, which the package needs. Waits for a GPU.
 
@@ -134,8 +120,12 @@ class Sparsifier(ABC):
         """
         return
 
-    def survey(self, step: WholeStep) -> None:
-        """Receive all compensated gradients of a step before ``select``, if ``needs_survey``."""
+    def survey(self, buckets: Sequence[Callable[[], Tensor]]) -> None:
+        """Receive the buckets of a step before ``select``, if ``needs_survey``.
+
+        Args:
+            buckets: each returns p of a bucket whenever it is called, shape (m,), with 0 where nothing may be sent.
+        """
         return
 
     def begin_epoch(self, epoch: int, learning_rates: Sequence[float]) -> None:

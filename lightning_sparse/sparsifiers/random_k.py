@@ -39,11 +39,10 @@ class RandomK(MarkingSparsifier):
 
     def __init__(self, density: float = 0.001, *, same_on_all: bool = True, seed: int = 0) -> None:
         require_density(density, "0.1 % of each layer")
-        require_count("seed", seed, least=0)
         require_flag("same_on_all", same_on_all)
         self.density = density
         self.same_on_all = same_on_all
-        self.seed = seed
+        self.seed = require_count("seed", seed, least=0)
         self._step = self._rank = 0
 
     def begin_step(self, step: int, rank: int) -> None:

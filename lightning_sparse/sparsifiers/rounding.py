@@ -97,8 +97,7 @@ class StochasticRounding(ScaledIntegerRounding):
 
     def __init__(self, step: float, *, seed: int = 0) -> None:
         super().__init__(step)
-        require_count("seed", seed, least=0)
-        self.seed = seed
+        self.seed = require_count("seed", seed, least=0)
         self._step_number = self._rank = 0
 
     def begin_step(self, step: int, rank: int) -> None:

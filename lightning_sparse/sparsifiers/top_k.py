@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.sparsifiers.arguments import require_density, require_word
-from lightning_sparse.sparsifiers.protocol import Granularity, LayerLayout, MarkingSparsifier, WholeStep
+from lightning_sparse.sparsifiers.protocol import Granularity, LayerLayout, MarkingSparsifier
 
 
 class TopK(MarkingSparsifier):
@@ -46,10 +46,9 @@ class TopK(MarkingSparsifier):
         """Discard the k-th magnitude of the last step."""
         self._kth = None
 
-    def survey(self, step: WholeStep) -> None:
+    def survey(self, buckets: Sequence[Callable[[], Tensor]]) -> None:
         """Find the k-th largest magnitude of the whole step."""
-        if step.num_elements:
-            self._kth = kth_largest_magnitude(step.buckets, _k(self.density, step.num_elements), step.dtype)
+        self._kth = kth_largest_magnitude(buckets, self.density)
 
     def mark(self, compensated: Tensor, layout: LayerLayout) -> Tensor:
         """Mark the bucket's Top-k coordinates, and non-finite ones."""
@@ -59,8 +58,7 @@ class TopK(MarkingSparsifier):
             return torch.zeros_like(compensated, dtype=torch.bool)
         kth = self._kth
         if kth is None:  # without a survey, the bucket is the whole model
-            k = _k(self.density, compensated.numel())
-            kth = kth_largest_magnitude([lambda: compensated], k, compensated.dtype)
+            kth = kth_largest_magnitude([lambda: compensated], self.density)
         kth = kth.to(compensated.device, non_blocking=True)
         magnitude = compensated.abs()
         # A tensor without dimensions would be rounded to the bucket's dtype, and might admit smaller magnitudes.
@@ -75,26 +73,32 @@ def mark_by_layer(
     selected = compensated.isfinite().logical_not_()
     for name, start, end in layout.spans():
         if end > start:
-            largest = scores[start:end].topk(_k(density_of(name), end - start), sorted=False).indices
+            largest = scores[start:end].topk(k_of(density_of(name), end - start), sorted=False).indices
             selected[start:end].index_fill_(0, largest, True)
     return selected
 
 
-def _k(density: float, num_elements: int) -> int:
-    return max(1, int(density * num_elements))
+def k_of(density: float, num_elements: int) -> int:
+    """Return max(1, ⌊density · num_elements⌋).
+
+    >>> k_of(0.29, 100), k_of(0.001, 100)
+    (29, 1)
+    """
+    return max(1, int(density * num_elements * (1 + 2**-50)))  # in floats, 0.29 · 100 is below 29
 
 
-def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], k: int, dtype: torch.dtype) -> Tensor:
+def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], density: float) -> Tensor:
     """Return the k-th largest magnitude of all parts together. Nothing waits for the device.
 
     Args:
-        parts: each returns a tensor of shape (m,).
-        k: from 1 to the number of all elements.
-        dtype: of the result, float32 or float64; no part has a wider one.
+        parts: each returns a tensor of shape (m,), float32 or float64.
+        density: k is this share of all elements.
 
     Returns:
-        One element on the first part's device. NaN counts as infinity.
+        One element on the first part's device, in the widest dtype. NaN counts as infinity. 0 without elements.
     """
-    first, *others = (part().abs().to(dtype) for part in parts)
+    first, *others = (part().abs() for part in parts)
     magnitudes = torch.cat([first, *(other.to(first.device, non_blocking=True) for other in others)])
-    return magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf).topk(k, sorted=False).values.min()
+    magnitudes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    k = k_of(density, magnitudes.numel())
+    return magnitudes.topk(k, sorted=False).values.min() if magnitudes.numel() else magnitudes.new_zeros(())

@@ -183,7 +183,7 @@ def test_native_functions_take_values_out_of_weights(sizes, data):
     expected, header_of_plain = filled(plain)
     parts = [part.clone() for part in weights.split(sizes)]
     moved = FlatBucket(0, layout, torch.empty_like(anchor), Residual(anchor.clone(), anchor), is_last=True)
-    moved.weights, moved.notes, moved.compensated = native.Parts(parts), torch.zeros(1), lambda _: drift.clone()
+    moved.weights, moved.notes, moved.compensated = native.Parts(parts), torch.zeros(1), drift.clone
     sent, header = filled(moved)
     weights = torch.where(sparsifier.mark(drift, layout), anchor - kept, weights)
     assert_equal((sent, torch.cat(parts)), (expected, weights))

@@ -17,7 +17,7 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from lightning_sparse.sparsifiers.protocol import WholeStep, in_order, require_marks
+from lightning_sparse.sparsifiers.protocol import in_order, require_marks
 from lightning_sparse.sparsifiers.top_k import kth_largest_magnitude
 from tests.unit.buckets import DTYPES, buckets, values
 
@@ -25,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def whole(parts):
-    return WholeStep([lambda part=part: part for part in parts], sum(map(len, parts)), parts[0].dtype)
+    return [lambda part=part: part for part in parts]
 
 
 def layout_of(size, name="weight"):
@@ -43,7 +43,7 @@ def steps(draw):
 def test_the_kth_largest_magnitude_equals_that_of_a_sort(parts, data):
     together = torch.cat(parts).abs().nan_to_num(INF, INF).sort(descending=True).values
     k = data.draw(st.integers(1, len(together)))
-    found = kth_largest_magnitude([lambda part=part: part for part in parts], k, parts[0].dtype)
+    found = kth_largest_magnitude(whole(parts), k / len(together))
     torch.testing.assert_close(found, together[k - 1], rtol=0, atol=0, equal_nan=True)
 
 

@@ -14,7 +14,7 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from lightning_sparse.sparsifiers.protocol import LayerLayout, WholeStep
+from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.unit.buckets import buckets, thresholds
 
 NAN, INF = float("nan"), float("inf")
@@ -92,7 +92,7 @@ def test_sparsifiers_select_non_finite_values_at_any_setting(sparsifier, value):
 @pytest.mark.parametrize("layout", [LayerLayout((), ()), LayerLayout(("empty",), (0,))])
 def test_an_empty_bucket_selects_nothing(sparsifier, layout):
     sparsifier.begin_step(0, 0)
-    sparsifier.survey(WholeStep([lambda: torch.zeros(0)], 0, torch.float32))
+    sparsifier.survey([lambda: torch.zeros(0)])
     indices, values = sparsifier.select(torch.zeros(0), layout)
     assert indices.shape == values.shape == (0,)
     assert indices.dtype == torch.int64
@@ -110,11 +110,20 @@ def test_different_sparsifiers_have_different_settings():
     ]
     assert len({repr(sparsifier.settings()) for sparsifier in different}) == len(different)
     surveyed, begun = TopK(granularity="model"), RandomK()  # the state of a step is not a setting
-    surveyed.survey(WholeStep([lambda: torch.ones(3)], 3, torch.float32))
+    surveyed.survey([lambda: torch.ones(3)])
     begun.begin_step(7, 1)
     assert surveyed.settings() == TopK(granularity="model").settings()
     assert begun.settings() == RandomK().settings()
     assert Dense().settings()["sparsifier"] == "Dense"
+
+
+def test_counts_of_numpy_become_numbers_of_python():
+    """Checkpoints must not hold NumPy's."""
+    for found in (
+        RandomK(seed=np.int64(3)).seed,
+        HardThreshold(density=0.1, calibration_steps=np.int64(3)).calibration_steps,
+    ):
+        assert (found, type(found)) == (3, int)
 
 
 def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
