@@ -34,7 +34,7 @@ from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import adding
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.kernels import is_available
+from lightning_sparse.kernels.launching import is_available
 from lightning_sparse.selection.bucket import FlatBucket, Residual, compensate, keep_residual
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lightning_sparse._version import __version__
 from lightning_sparse.exchange.estimate import BUCKET_BYTES, Estimate, estimate, gbit
-from lightning_sparse.kernels import is_available, native
+from lightning_sparse.kernels import native
+from lightning_sparse.kernels.launching import is_available
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 VARIABLES = (*INTERFACES, "NCCL_IB_DISABLE", "OMP_NUM_THREADS")

@@ -69,7 +69,7 @@ class Sharding:
         values = [getattr(own, statistic.name) for statistic in OF_STEP]
         values += [getattr(layer, statistic.name) for layer in layers for statistic in OF_LAYER]
         rows = self.replica.gather_numbers(values, self.device)
-        totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers), "shards"))
+        totals = iter(combined(rows, OF_STEP + OF_LAYER * len(layers)))
         of_step = {statistic.name: next(totals) for statistic in OF_STEP}
         whole = [replace(layer, **{statistic.name: next(totals) for statistic in OF_LAYER}) for layer in layers]
         trained = {name: layer for name, layer in zip(names, whole, strict=True) if layer.num_elements}  # not frozen

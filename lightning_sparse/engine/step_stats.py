@@ -75,7 +75,7 @@ def statistics_of(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> 
     """Return fields of `StepStats` from headers per bucket: float64, CPU, shape (n, H)."""
     num_workers = headers[0].shape[0]
     fields = torch.cat([header[:, :FIXED_FIELDS] for header in headers])
-    totals = zip(HEADER, combined(fields, HEADER, "workers", num_workers), strict=True)
+    totals = zip(HEADER, combined(fields, HEADER, num_workers), strict=True)
     layers: dict[str, LayerStats] = {}
     for layout, header in zip(layouts, headers, strict=True):
         if header.shape[1] > FIXED_FIELDS:
@@ -90,7 +90,7 @@ def statistics_of(layouts: Sequence[LayerLayout], headers: Sequence[Tensor]) -> 
 def _of_layers(layout: LayerLayout, fields: Tensor) -> dict[str, LayerStats]:
     num_workers, num_layers = len(fields), len(layout.names)
     columns = [statistic for statistic in LAYER_HEADER for _ in layout.names]
-    totals = combined(fields, columns, "workers", num_workers)
+    totals = combined(fields, columns, num_workers)
     names = [statistic.name for statistic in LAYER_HEADER]
     return {
         name: LayerStats(num_workers, size, **dict(zip(names, totals[place::num_layers], strict=True)))
@@ -107,7 +107,7 @@ def step_metrics(steps: Sequence[StepStats]) -> dict[str, float]:
     if len(steps) > 1:
         combining = [statistic for statistic in STATISTICS if statistic.exchanges]
         rows = [[getattr(step, statistic.name) for statistic in combining] for step in steps]
-        totals = combined(torch.tensor(rows, dtype=torch.float64), combining, "exchanges")
+        totals = combined(torch.tensor(rows, dtype=torch.float64), combining)
         stats = replace(stats, **dict(zip((statistic.name for statistic in combining), totals, strict=True)))
     values = {
         f"sparse/{statistic.logged}": getattr(stats, statistic.logged) for statistic in STATISTICS if statistic.logged

@@ -16,7 +16,8 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import kept_dtype
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.in_process import ThreadWorkers
-from lightning_sparse.kernels import is_available, native, run_or_disable
+from lightning_sparse.kernels import native
+from lightning_sparse.kernels.launching import is_available, run_or_disable
 from lightning_sparse.selection.bucket import FlatBucket, Residual
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import LayerLayout

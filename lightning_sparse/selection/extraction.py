@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer, slice_elements
 from lightning_sparse.exchange.routes.transfer import Transfer
-from lightning_sparse.kernels import is_available
+from lightning_sparse.kernels.launching import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_residual, require_unchanged, sent_and_kept
 from lightning_sparse.selection.fused_threshold import take_out_fused

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
 from lightning_sparse.exchange.routes.transfer import Transfer
-from lightning_sparse.kernels import launch, tl
+from lightning_sparse.kernels.launching import launch, tl
 from lightning_sparse.kernels.threshold import pack_block, summarise, walk_block
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.statistics import FIXED_FIELDS, SLOTS

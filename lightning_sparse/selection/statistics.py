@@ -13,7 +13,6 @@ from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 
-Rule = Literal["sum", "mean"]
 NORM_BLOCK = 1024
 
 
@@ -28,8 +27,8 @@ class Statistic:
         per_layer: whether ``LayerStats`` holds it for every layer, and the header as well if it holds the statistic.
         workers: the rule over the headers of all workers. ``"mean"`` is the mean of the workers' sums over buckets.
             None for statistics that no header holds or that only the exchange reads.
-        shards: the rule over the ranks of one replica; None if all of them have the same value.
-        exchanges: the rule over several exchanges that are logged together; None takes the last.
+        shards: whether to sum it over the ranks of one replica, instead of taking any of their equal values.
+        exchanges: whether to sum it over several exchanges that are logged together, instead of taking the last.
         logged: the attribute of `StepStats` that every step logs as ``sparse/<attribute>``; None for no attribute.
     """
 
@@ -37,9 +36,9 @@ class Statistic:
     is_count: bool = False
     in_header: bool = False
     per_layer: bool = False
-    workers: Rule | None = None
-    shards: Rule | None = None
-    exchanges: Rule | None = None
+    workers: Literal["sum", "mean"] | None = None
+    shards: bool = False
+    exchanges: bool = False
     logged: str | None = None
 
 
@@ -49,15 +48,15 @@ def _count(name: str, **columns: Any) -> Statistic:
 
 STATISTICS = (
     # The exchange reads the first three from the header (NUM_SELECTED, LARGEST_SLICE and NON_FINITE).
-    _count("selected", in_header=True, per_layer=True, workers="sum", shards="sum", exchanges="sum", logged="density"),
+    _count("selected", in_header=True, per_layer=True, workers="sum", shards=True, exchanges=True, logged="density"),
     _count("largest_slice", in_header=True),
-    _count("non_finite", in_header=True, workers="sum", shards="sum", exchanges="sum"),
-    Statistic("squared_gradient_norm", in_header=True, workers="mean", shards="sum"),
-    Statistic("squared_error", in_header=True, per_layer=True, workers="mean", shards="sum", logged="error_norm"),
-    _count("num_elements", per_layer=True, shards="sum", exchanges="sum"),
-    _count("payload_bytes", shards="sum", exchanges="sum", logged="payload_bytes"),
-    _count("dense_bytes", shards="sum", exchanges="sum"),
-    _count("dense_elements", shards="sum", exchanges="sum"),
+    _count("non_finite", in_header=True, workers="sum", shards=True, exchanges=True),
+    Statistic("squared_gradient_norm", in_header=True, workers="mean", shards=True),
+    Statistic("squared_error", in_header=True, per_layer=True, workers="mean", shards=True, logged="error_norm"),
+    _count("num_elements", per_layer=True, shards=True, exchanges=True),
+    _count("payload_bytes", shards=True, exchanges=True, logged="payload_bytes"),
+    _count("dense_bytes", shards=True, exchanges=True),
+    _count("dense_elements", shards=True, exchanges=True),
     Statistic("threshold", logged="threshold"),
 )
 """Every statistic of a step. A new one needs a row here and a field in `StepStats`, with a default because checkpoints
@@ -79,21 +78,17 @@ def header_fields(layout: LayerLayout, per_layer: bool) -> int:
     return FIXED_FIELDS + (len(LAYER_HEADER) * len(layout.names) if per_layer else 0)
 
 
-def combined(
-    rows: Tensor, statistics: Sequence[Statistic], over: Literal["workers", "shards", "exchanges"], num_workers: int = 1
-) -> list[Any]:
-    """Return a number per column, combined by the rule of its statistic.
+def combined(rows: Tensor, statistics: Sequence[Statistic], num_workers: int = 1) -> list[Any]:
+    """Return a number per column: the sum, divided by ``num_workers`` for a mean over workers.
 
     Args:
-        rows: float64, shape (m, N), on the CPU.
+        rows: float64, shape (m, N), on the CPU: headers of ``num_workers`` workers, ranks of a replica, or exchanges.
         statistics: of the N columns.
-        over: the rows: headers of ``num_workers`` workers, ranks of a replica, or exchanges.
-        num_workers: n, the divisor of a mean over the workers.
+        num_workers: n; 1 for ranks and exchanges.
     """
-    rules = [getattr(statistic, over) for statistic in statistics]
     return [
-        (int if statistic.is_count else float)(total / num_workers if rule == "mean" else total)
-        for statistic, rule, total in zip(statistics, rules, rows.sum(0).tolist(), strict=True)
+        (int if statistic.is_count else float)(total / num_workers if statistic.workers == "mean" else total)
+        for statistic, total in zip(statistics, rows.sum(0).tolist(), strict=True)
     ]
 
 

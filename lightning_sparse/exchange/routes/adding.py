@@ -18,8 +18,9 @@ from torch import Tensor
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.routes.transfer import Rows
-from lightning_sparse.kernels import is_available, launch, native
+from lightning_sparse.kernels import native
 from lightning_sparse.kernels.decode import add_payloads
+from lightning_sparse.kernels.launching import is_available, launch
 from lightning_sparse.kernels.native import WIRES, Payloads, is_native, pointer
 from lightning_sparse.sparsifiers.protocol import Selection
 

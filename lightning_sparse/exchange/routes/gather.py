@@ -14,7 +14,7 @@ from lightning_sparse.exchange.routes.adding import add_selection, average
 from lightning_sparse.exchange.routes.cost_model import Costs
 from lightning_sparse.exchange.routes.transfer import NUM_SELECTED, Rows, Transfer
 from lightning_sparse.exchange.workers import Pending
-from lightning_sparse.kernels import is_available
+from lightning_sparse.kernels.launching import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
 
 MESSAGE_SECONDS = 1e-3

@@ -7,8 +7,8 @@ from lightning_sparse.selection.statistics import Statistic, combined, squared_n
 def test_each_statistic_has_its_own_rule_of_combination():
     rows = torch.tensor([[1.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
     statistics = [Statistic("a", workers="sum"), Statistic("b", workers="mean")]
-    assert combined(rows, statistics, "workers", num_workers=2) == [4, 2]
-    assert combined(rows, [Statistic("a", is_count=True, shards="sum")] * 2, "shards") == [4, 4]
+    assert combined(rows, statistics, num_workers=2) == [4, 2]
+    assert combined(rows, [Statistic("a", is_count=True, shards=True)] * 2) == [4, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

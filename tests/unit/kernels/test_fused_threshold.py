@@ -20,7 +20,8 @@ from lightning_sparse import HardThreshold
 from lightning_sparse.exchange.buffers import Buffers
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat, PayloadParts
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.kernels import decode, is_available, launching, threshold
+from lightning_sparse.kernels import decode, launching, threshold
+from lightning_sparse.kernels.launching import is_available
 from lightning_sparse.selection import fused_threshold
 from lightning_sparse.selection.bucket import FlatBucket, Residual, keep_residual
 from lightning_sparse.selection.fused_threshold import take_out_fused
