@@ -48,6 +48,11 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
+def before(diff: str) -> str:
+    """Return the text before the change of a diff."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("+"))
+
+
 def after(diff: str) -> str:
     """Return the text after the change of a diff."""
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))

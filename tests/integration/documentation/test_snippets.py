@@ -1,9 +1,10 @@
 """Run the Python and YAML blocks of the README and of docs/ on two workers, and train with the objects they make.
 
 A block may use everything public, ``torch``, ``nn``, ``Trainer``, ``DistributedDataParallel``, a ``model``, its
-``optimizer``, a ``loader``, and names from earlier blocks of its page. The test then trains with every Trainer,
-strategy, sparsifier and DDP module that the block makes. After ``<!-- not run: why -->`` it only checks names and
-arguments. test_examples.py runs included files.
+``optimizer``, a ``loader``, ``loss_of``, a launched ``fabric``, and names from earlier blocks of its page. Both sides
+of a diff run, each with new objects. The test then trains with every Trainer, strategy, sparsifier and DDP module that
+the block makes. After ``<!-- not run: why -->`` it only checks names and arguments. test_examples.py runs included
+files.
 """
 
 import ast
@@ -18,6 +19,7 @@ import lightning.pytorch
 import pytest
 import torch
 import yaml
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy
@@ -26,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse
 from lightning_sparse import SimulatedWorkersStrategy, SparseDDPStrategy, SparseState, Sparsifier
 from tests.integration.models import QUIET, Classifier, data
-from tests.markdown import PAGES, after, blocks
+from tests.integration.programs.loops import loss_of
+from tests.markdown import PAGES, after, before, blocks
 from tests.workers import run_workers
 
 LANGUAGES = ("python", "diff", "yaml")
@@ -98,17 +101,20 @@ def run_page(path: str) -> None:
     text = Path(path).read_text()
     given = provided()
     for block in blocks(text, *LANGUAGES):
-        code = after(block.code) if block.language == "diff" else block.code
-        before = text.splitlines()[max(0, block.line - 3) : block.line - 2]
+        comment = text.splitlines()[max(0, block.line - 3) : block.line - 2]
         try:
             if block.language == "yaml":
                 use(trainer_of(block.code), given)
-            elif before and before[0].startswith("<!-- not run: "):
-                check_names(code)
+            elif comment and comment[0].startswith("<!-- not run: "):
+                check_names(after(block.code) if block.language == "diff" else block.code)
             else:
                 with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patches:
                     patches.chdir(folder)
-                    run(code, given)
+                    if block.language == "diff":
+                        for side in (before, after):
+                            run(side(block.code), provided())
+                    else:
+                        run(block.code, given)
         except (Exception, SystemExit) as error:
             raise AssertionError(f"{path}, line {block.line}: {error!r}\n{block.code}") from error
 
@@ -117,6 +123,8 @@ def provided() -> dict[str, Any]:
     """Return the names that every snippet may use."""
     torch.manual_seed(0)
     model = Classifier()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
     return {
         **{name: getattr(lightning_sparse, name) for name in lightning_sparse.__all__},
         "lightning_sparse": lightning_sparse,
@@ -126,6 +134,8 @@ def provided() -> dict[str, Any]:
         "DistributedDataParallel": DistributedDataParallel,
         "model": model,
         "loader": data(),
+        "loss_of": loss_of,
+        "fabric": fabric,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
     }
 
@@ -176,7 +186,7 @@ def use(thing: Any, given: dict[str, Any]) -> None:
         use(SparseDDPStrategy(thing), given)
     elif isinstance(thing, SparseState):
         inputs, labels = next(iter(given["loader"]))
-        torch.nn.functional.cross_entropy(given["ddp_model"](inputs), labels).backward()
+        torch.nn.functional.cross_entropy(given.get("ddp_model", given["model"])(inputs), labels).backward()
         given["optimizer"].step()
         assert 0 <= thing.last_step.density <= 1
 
