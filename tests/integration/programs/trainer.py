@@ -56,12 +56,6 @@ class ProgramRecorder(Callback):
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
         self.seen["validation samples"].append(len(batch[0]))
 
-    def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        self.seen["test samples"].append(len(batch[0]))
-
-    def on_predict_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
-        self.seen["predicted samples"].append(len(batch[0]))
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.texts.append(f"on_exception: {type(exception).__name__}: {exception}")
 

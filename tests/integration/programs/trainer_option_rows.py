@@ -1,4 +1,4 @@
-"""Options of a Trainer: clipping, schedules, limits, accumulation, evaluation, stopping."""
+"""Options of a Trainer: clipping, schedules, accumulation, evaluation, stopping."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,17 +9,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.integration.models import assert_equal, data
+from tests.integration.models import data
 from tests.integration.programs.trainer import (
     BATCHES,
     MakeTrainer,
     ManualStudent,
     ProgramRecorder,
     Student,
-    fit,
     fit_without_validation,
     fitting,
     train_data,
@@ -46,23 +44,6 @@ class Scheduled(Student):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), **self.config}}
 
 
-class SelfStopper(Student):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.trainer.should_stop = self.global_step == 10
-        return super().training_step(batch, batch_idx)
-
-
-class TrainingLogger(Student):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-
-def shuffled() -> DataLoader:
-    return DataLoader(data().dataset, 4, shuffle=True)
-
-
 def evaluate_before_and_after_fit(
     make_trainer: MakeTrainer, model: LightningModule, recorder: ProgramRecorder
 ) -> Trainer:
@@ -74,13 +55,6 @@ def evaluate_before_and_after_fit(
         recorder.seen[f"evaluation {when}"] += [validated["val_loss"], tested["test_loss"], *predicted]
         if when == "before":
             trainer.fit(model, train_data(), data(16))
-    return trainer
-
-
-def fit_test_and_predict(make_trainer: MakeTrainer, model: LightningModule, recorder: ProgramRecorder) -> Trainer:
-    trainer = fit(make_trainer, model, recorder)
-    trainer.test(model, data(), verbose=False)
-    trainer.predict(model, data())
     return trainer
 
 
@@ -105,13 +79,6 @@ def saw(expected: dict[str, list[Any]], steps: int, runs: list[Run]) -> None:
             assert [float(value) for value in seen] == pytest.approx(values), what
 
 
-def saw_the_same_two_batches(runs: list[Run]) -> None:
-    saw({"samples": [4] * 2 * 2, "validation samples": [4] * 2 * 2}, 2 * 2, runs)
-    for run in runs:
-        assert_equal(run.seen["inputs"][:2], run.seen["inputs"][2:], "inputs")
-    assert not torch.equal(runs[0].seen["inputs"][0], runs[1].seen["inputs"][0])
-
-
 def unequal(runs: list[Run]) -> None:
     assert [run.seen["samples"] for run in runs] == [[3] * 12, [5] * 12]
 
@@ -125,12 +92,6 @@ def evaluated(runs: list[Run]) -> None:
         assert run.global_step == 2 * BATCHES
 
 
-def bare(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.global_step == 2 * BATCHES
-        assert run.metrics == {}
-
-
 def exchanged_every_batch(runs: list[Run]) -> None:
     for run in runs:
         assert run.global_step == 2 * BATCHES
@@ -142,11 +103,6 @@ def static_graph_is_missing() -> str | None:
     if "post_backward" in vars(DDPStrategy):
         return None
     return "This Lightning's own DDPStrategy does not exchange here (pull request 21251, September 2025)"
-
-
-def logged(runs: list[Run]) -> None:
-    for run in runs:
-        assert run.metrics.keys() >= {"val_loss", "train_loss", "train_loss_step", "train_loss_epoch"}
 
 
 _OPTIONS = (
@@ -189,22 +145,6 @@ ROWS = {
         ),
         partial(saw, {"steps before the epoch": [epoch * BATCHES for epoch in range(4)]}, 4 * BATCHES),
     ),
-    "overfit_batches": Row(
-        trains(Student, lambda: {"overfit_batches": 2}, fitting(shuffled, data)), saw_the_same_two_batches
-    ),
-    "limits": Row(
-        trains(
-            Student,
-            lambda: {
-                "limit_train_batches": 3,
-                "limit_val_batches": 0.5,
-                "limit_test_batches": 2,
-                "limit_predict_batches": 1,
-            },
-            fit_test_and_predict,
-        ),
-        partial(saw, {"validation samples": [4] * 2, "test samples": [4] * 2, "predicted samples": [4]}, 2 * 3),
-    ),
     "uneven last batch": Row(
         trains(drive=fitting(partial(data, 27), partial(data, 9))),
         partial(saw, {"samples": [4, 4, 4, 2] * 2, "validation samples": [4, 1] * 2}, 2 * 4),
@@ -237,8 +177,4 @@ ROWS = {
         trains(options=lambda: {"max_epochs": 3, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]}),
         partial(saw, {"steps before the epoch": [0, 4, 6]}, 7),
     ),
-    "should_stop": Row(trains(SelfStopper, lambda: {"max_epochs": 5}), partial(saw, {}, 11)),
-    "fast_dev_run": Row(trains(options=lambda: {"fast_dev_run": 3}), partial(saw, {}, 3)),
-    "logging": Row(trains(TrainingLogger), logged),
-    "barebones": Row(trains(Student, lambda: {"barebones": True}, fit_without_validation), bare),
 }
