@@ -126,66 +126,27 @@ def test_compared_recipes_differ_in_the_strategy_only(folder):
     assert len({re.sub(r"\n  strategy:.*?\n  (?=\w)", "\n  ", body, flags=re.DOTALL) for body in bodies}) == 1
 
 
-PAPER = {
-    RESNET: {
-        "trainer.devices": 8,
-        "trainer.max_epochs": 300,
-        "trainer.strategy.class_path": "lightning_sparse.DDPHardThresholdStrategy",
-        # A float: YAML reads 473e-5, without a dot, as text.
-        "trainer.strategy.init_args.threshold": 0.00473,
-        "data.init_args.batch_size": 256,
-        "model.init_args": {
-            "architecture": "resnet18",
-            "num_classes": 10,
-            "width": 64,
-            "learning_rate": 1.6,
-            "warmup_from": 0.1,
-            "warmup_epochs": 5.0,
-            "milestones": [150.0, 250.0],
-            "momentum": 0.9,
-            "weight_decay": 1e-4,
-            "normalisation": "batch",
-            "channels_last": False,
-        },
-    },
-    NCF: {
-        "trainer.devices": 8,
-        "data.init_args.batch_size": 2**20 // 8,
-        "trainer.max_epochs": 30,
-        "trainer.strategy.init_args.threshold": 0.0000013,
-        "data.init_args.negatives": 4,
-        "data.init_args.heterogeneous": False,
-        "model.init_args": {
-            "factors": 64,
-            "mlp_sizes": [256, 256, 128, 64],
-            "dropout": 0.5,
-            "learning_rate": 0.0045,
-            "betas": [0.25, 0.5],
-            "num_users": None,
-            "num_items": None,
-        },
-    },
-    LSTM: {
-        "trainer.devices": 8,
-        "trainer.max_epochs": 90,
-        "trainer.strategy.init_args.density": 0.00025,
-        "data.init_args.columns": 128,
-        "data.init_args.bptt": 30,
-        "data.init_args.tokenizer": "wikitext",
-        "data.init_args.train_share": 1,
-        "model.init_args": {
-            "vocabulary_size": 33_278,
-            "hidden_size": 650,
-            "num_layers": 3,
-            "dropout": 0.4,
-            "learning_rate": 20.0,
-            "momentum": 0.0,
-            "warmup_from": 1.25,
-            "warmup_epochs": 5.0,
-            "milestones": [60.0, 80.0],
-        },
-    },
-}
+# Floats need a dot: YAML reads 1e-4 and 473e-5 as text.
+PAPER = yaml.safe_load("""
+resnet18_cifar10: {
+  trainer.devices: 8, trainer.max_epochs: 300, data.init_args.batch_size: 256,
+  trainer.strategy.class_path: lightning_sparse.DDPHardThresholdStrategy, trainer.strategy.init_args.threshold: 0.00473,
+  model.init_args: {
+    architecture: resnet18, num_classes: 10, width: 64, learning_rate: 1.6, warmup_from: 0.1, warmup_epochs: 5.0,
+    milestones: [150.0, 250.0], momentum: 0.9, weight_decay: 0.0001, normalisation: batch, channels_last: false}}
+ncf_movielens: {
+  trainer.devices: 8, trainer.max_epochs: 30, trainer.strategy.init_args.threshold: 0.0000013,
+  data.init_args.batch_size: 131_072, data.init_args.negatives: 4, data.init_args.heterogeneous: false,
+  model.init_args: {
+    factors: 64, mlp_sizes: [256, 256, 128, 64], dropout: 0.5, learning_rate: 0.0045, betas: [0.25, 0.5],
+    num_users: null, num_items: null}}
+lstm_wikitext2: {
+  trainer.devices: 8, trainer.max_epochs: 90, trainer.strategy.init_args.density: 0.00025, data.init_args.columns: 128,
+  data.init_args.bptt: 30, data.init_args.tokenizer: wikitext, data.init_args.train_share: 1,
+  model.init_args: {
+    vocabulary_size: 33_278, hidden_size: 650, num_layers: 3, dropout: 0.4, learning_rate: 20.0, momentum: 0.0,
+    warmup_from: 1.25, warmup_epochs: 5.0, milestones: [60.0, 80.0]}}
+""")
 
 
 def value_at(config, place):
