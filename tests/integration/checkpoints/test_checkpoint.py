@@ -21,8 +21,6 @@ from lightning_sparse import (
     StepStats,
     TopK,
 )
-from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.engine.snapshot import sealed
 from tests.distributed.drift.drift_simulation import NESTEROV
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
@@ -347,27 +345,6 @@ class Renamed(Classifier):
         return self.extra(self.last(self.centre(self.first(inputs).tanh()).tanh()))
 
 
-def _fit_renamed(path: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Restore only the residuals, by name, into another model."""
-    content = torch.load(path, weights_only=True)["lightning_sparse"]
-    for residual in content["workers"][0]["unsent"].values():
-        residual.fill_(0.5)  # those of a single worker are zero
-    content = sealed(content)
-    messages = []
-
-    class Restore(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            with pytest.warns(UserWarning, match="the model is not the one of the checkpoint") as caught:
-                restore([trainer.strategy.state], content)
-            messages.extend(str(warning.message) for warning in caught)
-            self.residuals = trainer.strategy.state.residuals.state_dict()
-
-    callback = Restore()
-    trainer = quiet_trainer(make_strategy(CASES["plain"]), max_steps=2, callbacks=[callback])
-    trainer.fit(Renamed(), data())
-    return callback.residuals, messages
-
-
 def _fit_changed(path: str) -> tuple[int, float, list[str]]:
     class Changed(Renamed):
         default_optimizer, strict_loading = staticmethod(adam), False
@@ -394,18 +371,6 @@ def test_a_changed_model_trains_locally_with_the_optimizers_that_the_user_gives(
     norm = torch.cat([anchor[name] - own[name] for name in ("last.bias", "middle.bias", "middle.weight")]).norm()
     assert first[:2] == second[:2] == (END, 0.003)
     assert f"unsent drifts (norm {norm:.3g}) are lost: middle.weight" in first[2][0]
-
-
-def test_a_changed_model_keeps_matching_state_and_names_the_rest(tmp_path: Path) -> None:
-    path = tmp_path / "stop.ckpt"
-    run(1, CASES["plain"], STOP, save=(STOP, str(path)))
-    [(residuals, [message])] = run_workers(_fit_renamed, 1, str(path), process_group=False)
-    restored = [name for name, residual in residuals.items() if residual.any()]
-    assert sorted(restored) == ["first.bias", "first.weight", "last.weight"]
-    assert (residuals["first.weight"] == 0.5).all()
-    assert "residuals (norm " in message
-    assert "last.bias, middle.bias, middle.weight" in message
-    assert "centre.weight" in message
 
 
 def test_a_threshold_changed_by_the_user_stays(tmp_path: Path) -> None:
