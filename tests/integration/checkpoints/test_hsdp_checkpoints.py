@@ -3,7 +3,6 @@
 import copy
 import functools
 import os
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,38 +253,6 @@ def test_a_small_checkpoint_has_the_mean_weights_and_no_residuals(tmp_path: Path
         torch.testing.assert_close(start["own"]["weights"], mean, rtol=0, atol=1e-15)
         assert_equal(start["momentum"], of_all_workers(before["momentum"])[0])
         assert_equal(start["own"].get("unsent", {}), before["own"].get("unsent", {}))
-
-
-@pytest.mark.full
-@on_ranks(4)
-def test_drifts_resume_with_other_options_without_loss(tmp_path: Any) -> None:
-    results = {}
-    for name, epochs, others in (
-        ("saved", 1, {}),
-        ("same", 2, {}),
-        ("in the weights", 2, {"keep_drift": True}),
-        ("slower", 2, {"outer_optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5)}),
-        ("Adam", 2, {"outer_optimizer": OUTER_ADAM}),
-        ("none", 2, {"outer_optimizer": None}),
-    ):
-        save, resume = (f"{tmp_path}/saved", None) if name == "saved" else (None, f"{tmp_path}/saved.end")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "lightning_sparse: the checkpoint's outer optimizer is SGD")
-            results[name] = train("SparseLoCo", 2, epochs, save, resume, True, **others)
-    start = {name: result["at start"] for name, result in results.items() if name != "saved"}
-    own, kept = start["same"]["own"]["weights"], start["same"]["own"]["unsent"]
-    assert any(tensor.any() for tensor in kept.values())
-    for name, weight in own.items():
-        within = start["in the weights"]["own"]["weights"][name]
-        torch.testing.assert_close(within, weight - kept[name].view_as(weight), rtol=0, atol=0)
-    outer = {
-        name: {key: held for key, held in seen["shared"].items() if key != "anchor"} for name, seen in start.items()
-    }
-    torch.testing.assert_close(outer["slower"], outer["same"], rtol=0, atol=0)
-    assert outer["same"]
-    assert outer["Adam"] == outer["none"] == {}
-    for result in results.values():
-        assert all(weight.isfinite().all() for weight in result["model"].values())
 
 
 class Narrower(Sharded):
