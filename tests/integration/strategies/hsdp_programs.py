@@ -29,20 +29,12 @@ class Discarding(Manual):
 class TwoOptimizers(Manual):
     """Steps on the first layer and on the others in turn; each backward computes all gradients."""
 
-    def __init__(self, *, native: bool = False, toggles: bool = False) -> None:
-        super().__init__(native=native)
-        self.toggles = toggles
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch)
         for optimizer in self.optimizers():  # type: ignore[union-attr]
-            if self.toggles:
-                self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
             optimizer.step()
-            if self.toggles:
-                self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
         first, *others = [layer for layer in self.network if isinstance(layer, nn.Linear)]
@@ -110,15 +102,6 @@ class InHalf(HalfPrecision):
         return F.mse_loss(self.network(batch[0].bfloat16()).float(), batch[1].float())
 
 
-class KeepingGradients(Manual):
-    """Never zeroes gradients, so that each step adds to all earlier gradients."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.batches.append(batch)
-        self.manual_backward(0.01 * self.loss(batch))
-        self.optimizers().step()  # type: ignore[union-attr]
-
-
 class Late(Manual):
     """Creates its optimizer when training starts, after a first validation, unknown to the Trainer."""
 
@@ -147,9 +130,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
     "manual, a closure": (partial(Manual, uses_closure=True), {}, 1e-12),
     "an optimizer of its own": (Late, UNCOUNTED, 1e-12),
     "discarded backwards": (Discarding, {}, 1e-12),
-    "gradients kept": (KeepingGradients, {}, 1e-12),
     "two optimizers": (TwoOptimizers, {}, 1e-12),
-    "two optimizers, toggled": (partial(TwoOptimizers, toggles=True), {}, 1e-12),
     "unfrozen later": (Unfreezing, {}, 1e-12),
     "buffers and an unused layer": (WithNorm, {}, 1e-12),
     "activation checkpointing": (Checkpointed, {}, 1e-12),
