@@ -27,7 +27,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.checkpointing.content import KEY, WRITERS
 from lightning_sparse.exchange.sharded_tensors import full_tensors
-from tests.integration.models import assert_equal, clones, messages_of, quiet_trainer, warnings_of
+from tests.integration.models import WEIGHTS_ONLY, assert_equal, clones, messages_of, quiet_trainer, warnings_of
 from tests.integration.strategies.hsdp_models import Sharded, data, whole_weights
 from tests.workers import run_workers
 
@@ -179,6 +179,8 @@ def _resume_plainly(folder: str) -> None:
         trainer.fit(Sharded(), data(), ckpt_path=path)
         assert trainer.global_step == END, writer
         assert_starts_as_saved(start, path, writer)
+        loaded = Sharded.load_from_checkpoint(path, **WEIGHTS_ONLY)
+        assert_equal(clones(loaded.named_parameters()), torch.load(path, weights_only=True)["state_dict"], writer)
 
 
 def test_plain_ddp_resumes_from_every_file(folder: Path) -> None:

@@ -24,43 +24,18 @@ from tests.integration.checkpoints.test_checkpoint import (
     ResumableData,
     SaveAt,
     WithSchedule,
-    fit,
     make_strategy,
     run,
 )
 from tests.integration.models import (
     SMALL_BUCKETS_MB,
-    WEIGHTS_ONLY,
     Recorder,
-    adam,
     assert_equal,
-    clones,
     memory,
     nesterov,
     quiet_trainer,
-    sgd,
 )
 from tests.workers import on_workers, run_workers
-
-
-@pytest.mark.parametrize(("name", "kind"), [("plain", "unsent"), ("local, adam", "weights")])
-@on_workers(2, process_group=False)
-def test_checkpoints_are_exchanged_with_plain_ddp(name: str, kind: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    make_optimizer = adam if case.get("is_local") else nesterov
-    fit(case, 3, SaveAt(3, f"{tmp_path}/sparse.ckpt"))
-    for strategy, source, target in (("ddp", "sparse", "dense"), (make_strategy(case), "dense", "again")):
-        saver = SaveAt(6 if target == "dense" else 9, f"{tmp_path}/{target}.ckpt")
-        trainer = quiet_trainer(strategy, max_steps=saver.step, callbacks=[saver])
-        model, path = WithSchedule(make_optimizer), f"{tmp_path}/{source}.ckpt"
-        trainer.fit(model, ResumableData(1000), ckpt_path=path, **WEIGHTS_ONLY)
-        assert trainer.global_step == saver.step
-    loaded = WithSchedule.load_from_checkpoint(tmp_path / "sparse.ckpt", make_optimizer=sgd, **WEIGHTS_ONLY)
-    saved = torch.load(tmp_path / "sparse.ckpt", weights_only=True)["state_dict"]
-    assert_equal(clones(loaded.named_parameters()), saved)
-    assert "lightning_sparse" not in torch.load(tmp_path / "dense.ckpt", weights_only=True)
-    again = torch.load(tmp_path / "again.ckpt", weights_only=True)["lightning_sparse"]
-    assert [len(worker[kind]) for worker in again["workers"]] == [6, 6]
 
 
 class SlowCheckpointIO(TorchCheckpointIO):
