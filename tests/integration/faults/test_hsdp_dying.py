@@ -15,7 +15,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_sparse.checkpointing.files import part_of, put_in_place
 from lightning_sparse.exchange import save_barrier
 from tests.integration.faults.test_dying_workers import GROUP_TIMEOUT, Failure
 from tests.integration.faults.unwatched_workers import workers
@@ -146,21 +145,6 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path, kin
         assert [process.exitcode for process in started.processes] == [-signal.SIGKILL] * 4
     assert torch.load(saved / "last.ckpt" / "meta.pt", weights_only=False)["global_step"] == 2
     assert_resumes(tmp_path, kind, saved / "last.ckpt")
-
-
-@pytest.mark.parametrize("before", ["nothing", "a file", "a folder"])
-def test_a_complete_folder_replaces_the_previous_checkpoint(tmp_path: Path, before: str) -> None:
-    path = tmp_path / "last.ckpt"
-    if before == "a file":
-        path.write_text("old")
-    elif before == "a folder":
-        path.mkdir()
-        (path / "old").touch()
-    part_of(path).mkdir()
-    (part_of(path) / "new").touch()
-    put_in_place(path)
-    assert [file.name for file in path.iterdir()] == ["new"]
-    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def _train_and_raise(folder: str, kind: Any, is_folder: bool, is_alone: bool) -> None:
