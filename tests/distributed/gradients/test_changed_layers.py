@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
-from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, register_comm_hook
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager
 from tests.distributed.gradients.test_plain_loops import batches, build
-from tests.integration.models import warnings_of
 from tests.workers import of_all_workers, on_workers
 
 LAMBDA, STEPS, CHANGE = 0.02, 20, 5
@@ -94,22 +92,3 @@ def test_a_buffer_registered_later_is_averaged_and_saved(every_n_steps: int) -> 
     assert torch.equal(*of_all_workers(shared))
     torch.testing.assert_close(shared, sum(of_all_workers(own)) / 2)
     assert torch.equal(saved, own)
-
-
-@on_workers(2)
-def test_a_layer_outside_ddp_causes_a_single_warning() -> None:
-    net = build(4)
-    ddp = DistributedDataParallel(net, find_unused_parameters=True)
-    register_comm_hook(ddp, HardThreshold(threshold=0.0))
-    messages = []
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step, batch in enumerate(batches(STEPS)):
-        if step == CHANGE:
-            replace_layer(net)
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with warnings_of(messages, "lightning_sparse"):
-            ddp(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    [message] = messages
-    assert "an optimizer steps on '2.weight', which DDP does not exchange" in message

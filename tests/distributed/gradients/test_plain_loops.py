@@ -62,11 +62,14 @@ def local(kind: str) -> None:
 
 def hooked(kind: str) -> None:
     net, head = build(), nn.Linear(8, 64)
-    ddp = DistributedDataParallel(nn.ModuleList([net, head]))
+    ddp = DistributedDataParallel(nn.ModuleList([net, head]), find_unused_parameters=kind == "a layer replaced")
     ddp.module.forward = lambda inputs: net(inputs).square().mean() + (head(inputs) - 1).square().mean()
     register_comm_hook(ddp, HardThreshold(density=0.1))
     optimizer = torch.optim.SGD((net if kind == "a head in no optimizer" else ddp).parameters(), lr=0.05)
-    for batch in batches(30):
+    for step, batch in enumerate(batches(30)):
+        if kind == "a layer replaced" and step == 5:
+            net[2] = nn.Linear(16, 1)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         ddp(batch).backward()
         if kind != "no step":
             optimizer.step()
@@ -117,6 +120,7 @@ ROWS: dict[tuple[Any, str], str | None] = {
     (hooked, "a head in no optimizer"): (
         r"2 parameters get gradients, but no optimizer stepped on them in 20 steps \(1.bias, 1.weight\)"
     ),
+    (hooked, "a layer replaced"): "an optimizer steps on '0.2.weight', which DDP does not exchange",
     (hooked, "no step"): "the gradients of 20 backwards were dropped, and no torch.optim.Optimizer has stepped",
     (sharded, "one call"): None,
     (sharded, "in a closure"): None,
