@@ -575,14 +575,6 @@ class Gathering(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class Perturbing(Classifier):
-    """Evaluates the closure twice per step, as SAM does."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer_closure()
-        optimizer.step(closure=optimizer_closure)
-
-
 class BypassingLightning(Classifier):
     """Steps once with Lightning's optimizer, then with torch's optimizer."""
 
@@ -646,8 +638,7 @@ class Lazy(Classifier):
 REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("Simulated workers do not support manual optimization", ManualClassifier, data, {}),
     ("Simulated workers do not support on_before_batch_transfer, which would get", OwnTransfer, data, {}),
-    ("closures that are called several", lambda: Classifier(torch.optim.LBFGS), data, {}),
-    ("closures that are called several times per step", Perturbing, data, {}),
+    ("closures that are called several times per step", lambda: Classifier(torch.optim.LBFGS), data, {}),
     ("steps that bypass Lightning", BypassingLightning, data, {}),
     ("training_step returned None. Must return a loss on every worker", SilentModel, data, {}),
     ("'first.weight' has strides", Reformatted, data, {}),
