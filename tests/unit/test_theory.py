@@ -61,14 +61,6 @@ def test_lemma_3_the_threshold_leaves_the_least_of_all_choices_of_equal_budget(s
     assert within <= total_error(sequence, other.view_as(sequence)) * (1 + 1e-9) + 1e-9
 
 
-@given(sequences(), st.floats(0.05, 1))
-def test_lemma_3_top_k_of_equal_budget_leaves_at_least_as_much(sequence, density):
-    by_step = selected_by(TopK(density), sequence)
-    budget = int(by_step.sum())
-    sent = selected_by(HardThreshold(threshold=optimal_threshold(sequence, budget)), sequence)
-    assert total_error(sequence, sent) <= total_error(sequence, by_step) * (1 + 1e-9)
-
-
 class Quadratic:
     """f_i(x) = ½ (x − c_i)ᵀ A (x − c_i), A diagonal, and Gaussian noise of known variance on every gradient."""
 

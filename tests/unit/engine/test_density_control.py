@@ -125,7 +125,7 @@ def test_overshoot_does_not_stop_the_control(density, moving):
     generator, moves = np.random.default_rng(0), np.arange(4000) < moving * 4000
     increments = (generator.standard_normal(4000) * moves for _ in range(1000))
     densities = walk(1 / math.sqrt(density), increments, DensityControl(density), overshoot=0.75)
-    assert densities[500:].mean() > 0.8 * min(density, moving)
+    assert 0.8 * min(density, moving) < densities[500:].mean() < 1.25 * density
 
 
 def test_float8_keeps_its_range_while_a_density_cannot_be_reached():
@@ -235,15 +235,6 @@ def test_an_empty_layer_has_no_threshold():
     sparsifier, calibrator = layered(1.0)
     calibrator.observe(step_of({"empty": LayerStats(2, 0, 0, 0.0)}))
     assert sparsifier.calibrated_layers == {}
-
-
-def test_the_controller_corrects_only_stepped_layers():
-    sparsifier, calibrator = layered(1.0)
-    stats = {name: LayerStats(1, 1000, 1000, 1.0) for name in ("stepped", "dropped")}
-    calibrator.observe(step_of(stats), counts=False)
-    calibrator.confirm({"stepped"})
-    assert sparsifier.threshold_of("stepped") > 1
-    assert sparsifier.threshold_of("dropped") == 1
 
 
 def test_a_resized_layer_gets_its_new_share():

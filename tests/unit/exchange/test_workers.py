@@ -170,9 +170,3 @@ def test_buffers_reuse_grow_and_release_memory():
     assert take(100).numel() == 100
     buffers.forget()
     assert held_bytes(buffers) == 0
-
-
-def test_names_and_dtypes_have_separate_memory():
-    buffers = Buffers()
-    some = [buffers.take(name, 8, dtype, CPU) for name in "ab" for dtype in (torch.float32, torch.int32)]
-    assert len({tensor.data_ptr() for tensor in some}) == 4

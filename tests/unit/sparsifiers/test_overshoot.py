@@ -6,10 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sparse import ExchangeOptions, HardThreshold
-from lightning_sparse.engine.calibrator import Calibrator
+from lightning_sparse import HardThreshold
 from lightning_sparse.engine.density_control import DensityControl, ThresholdCalibration
-from lightning_sparse.engine.step_stats import LayerStats, StepStats
+from lightning_sparse.engine.step_stats import LayerStats
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.bucket import keep_residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -70,22 +69,6 @@ def test_residuals_of_sent_values_do_not_count_as_unsent(squared_error, overshoo
     stats = LayerStats(1, 1000, 1, squared_error)  # too few coordinates of a target of ten
     threshold = DensityControl(0.01).corrected(1.0, stats, 1.0, overshoot=overshoot)
     assert threshold == 1 if is_all_sent else threshold < 1
-
-
-def test_the_density_stays_at_its_target():
-    sparsifier = HardThreshold(density=0.05, overshoot=0.5, calibration_steps=3)
-    calibrator = Calibrator(sparsifier, ExchangeOptions(), logs=False)
-    layout, generator = LayerLayout(("a",), (4000,)), torch.Generator().manual_seed(0)
-    residual, densities = torch.zeros(4000), []
-    for step in range(600):
-        gradient = torch.randn(4000, generator=generator) * (1 + step / 600)
-        residual += gradient
-        selection = keep_residual(residual, sparsifier.select(residual, layout), Wire(torch.float32))
-        densities.append(selection.indices.numel() / 4000)
-        error, squared_norm = float(residual.square().sum()), float(gradient.square().sum())
-        stats = StepStats(1, 4000, selection.indices.numel(), error, step, squared_norm, 0, 0, 0, sparsifier.threshold)
-        calibrator.observe(stats)
-    assert sum(densities[100:]) / 500 == pytest.approx(0.05, rel=0.05)
 
 
 COORDINATES, STEPS, SETTLED = 4000, 6000, 1000
