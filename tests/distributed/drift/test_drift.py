@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK
+from lightning_sparse import DriftOptions, HardThreshold, SparseModelAverager, TopK, register_comm_hook
 from tests.distributed.drift.drift_simulation import flat
 from tests.distributed.gradients.test_state_dict import Watching
 from tests.distributed.training import OPTIMIZERS, build_batches, build_model
@@ -61,17 +61,20 @@ def test_each_layer_sends_its_share_by_its_own_threshold():
 
 
 @on_workers(2)
-def test_a_state_within_averaged_weights_has_the_workers_own_weights():
-    model = build_model()
+def test_blocks_of_averaged_weights_may_be_nested_and_a_state_in_them_has_the_own_weights():
+    model, rank = build_model(), dist.get_rank()
     averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD))
     with torch.no_grad():
-        model[4].bias.fill_(dist.get_rank())
+        model[4].bias.fill_(rank)
     before = averager.state_dict()["own"]["weights"]
     with averager.averaged_weights():
+        with averager.averaged_weights():
+            inside = flat(model)
+        assert torch.equal(flat(model), inside)
         assert model[4].bias.tolist() == [0.5] * 3
         within = averager.state_dict()["own"]["weights"]
     torch.testing.assert_close(within, before, rtol=0, atol=0)
-    assert within["4.bias"].tolist() == [dist.get_rank()] * 3
+    assert within["4.bias"].tolist() == model[4].bias.tolist() == [rank] * 3
 
 
 @on_workers(2)
@@ -224,20 +227,30 @@ def test_a_layer_with_its_own_threshold_is_averaged_over_senders_while_another_i
         averager.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_drift": False}])
-@on_workers(2)
-def test_an_unreferenced_averager_is_freed_without_garbage_collection(options):
-    gc.collect()
-    gc.disable()
+def _with_averager(**options):
     model = build_model()
     averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD), DriftOptions(**options))
     for _ in range(3):
         averager.step()
     with averager.averaged_weights():
         pass
-    gone = weakref.ref(averager)
-    del averager
-    assert gone() is None
+    return model, weakref.ref(averager)
+
+
+def _with_hook():
+    ddp = DistributedDataParallel(build_model())
+    state = register_comm_hook(ddp, HardThreshold(threshold=THRESHOLD))
+    train(ddp, adam(ddp.parameters()), range(2))
+    return None, weakref.ref(state)
+
+
+@on_workers(2)
+def test_an_averager_is_freed_without_references_and_a_hook_with_its_module():
+    gc.collect()
+    gc.disable()
+    for make in (_with_hook, _with_averager, partial(_with_averager, keep_drift=False)):
+        _model, gone = make()
+        assert gone() is None
 
 
 def interrupt(averager, method):
@@ -315,20 +328,6 @@ def test_a_new_buffer_is_averaged_when_all_workers_have_it():
             averager.snapshot(averager.workers)
         averager.step()
         assert not hasattr(model, "lazy") or model.lazy.item() == expected
-
-
-@on_workers(2)
-def test_blocks_of_averaged_weights_may_be_nested():
-    model = nn.Linear(3, 3)
-    averager = SparseModelAverager(model, HardThreshold(threshold=1e9))
-    with torch.no_grad():
-        model.weight += dist.get_rank()
-    with averager.averaged_weights():
-        with averager.averaged_weights():
-            inside = flat(model)
-        assert torch.equal(flat(model), inside)
-    assert torch.equal(*of_all_workers(inside))
-    assert not torch.equal(*of_all_workers(flat(model)))
 
 
 class Outer:

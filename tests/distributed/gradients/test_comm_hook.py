@@ -1,5 +1,4 @@
 import gc
-import weakref
 
 import pytest
 import torch
@@ -165,21 +164,6 @@ def test_a_state_may_be_collected_during_a_step():
     alive.close()
     assert not _global_optimizer_pre_hooks
     assert not _global_optimizer_post_hooks
-
-
-@on_workers(2)
-def test_a_state_is_freed_with_its_module():
-    gc.collect()
-    gc.disable()
-    model = DistributedDataParallel(wide())
-    state = register_comm_hook(model, HardThreshold(threshold=0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(4), torch.ones(3), torch.ones(2)).backward()
-        optimizer.step()
-    gone = weakref.ref(state)
-    del model, optimizer, state
-    assert gone() is None
 
 
 def _thresholds_with_steps_that_do_not_count(granularity, bad_steps, skips):
