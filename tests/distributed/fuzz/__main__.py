@@ -3,9 +3,27 @@
 import argparse
 import sys
 import time
-from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from tests.distributed.fuzz.runner import Outcome, run_cases
+from tests.distributed.fuzz.case import Case, draw_case
+from tests.distributed.fuzz.training import run_seed
+from tests.workers import run_workers
+
+CASE_SECONDS = 90.0
+"""Time limit of a case, which usually takes a second."""
+
+
+def run_cases(seeds: Sequence[int], seconds: float = CASE_SECONDS) -> Iterator[tuple[Case, str | None, int]]:
+    """Yield each case, its failure or None, and its steps that sent a part. A crash or timeout fails only its case."""
+    for case in map(draw_case, seeds):
+        try:
+            difference, partial_steps = run_workers(run_seed, case.num_workers, case.seed, timeout=seconds)[0]
+        except (AssertionError, TimeoutError) as error:
+            difference, partial_steps = str(error), 0
+        if difference is not None:
+            fields = "\n".join(f"    {name}={value!r}" for name, value in vars(case).items())
+            difference = f"{difference}\n{fields}\n  again: python -m tests.distributed.fuzz --seed {case.seed}"
+        yield case, difference, partial_steps
 
 
 def main() -> int:
@@ -18,20 +36,13 @@ def main() -> int:
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.cases)
     seeds = seeds if arguments.seed is None else [arguments.seed]
-    started = time.monotonic()
-    outcomes: list[Outcome] = []
-    for outcome in run_cases(seeds):
-        outcomes.append(outcome)
-        if outcome.failure is not None:
-            print(f"FAILED {outcome.failure}\n", flush=True)
-        else:
-            print(f"{outcome.case.seed:6} {outcome.seconds:5.1f} s", flush=True)
-    failed = sorted(outcome.case.seed for outcome in outcomes if outcome.failure is not None)
-    seen: Counter[str] = Counter()
-    for outcome in outcomes:
-        seen.update(outcome.seen)
-    print(", ".join(f"{word}: {count}" for word, count in seen.items()))
-    print(f"{len(outcomes)} cases in {time.monotonic() - started:.0f} s, {len(failed)} failed: {failed}")
+    started, steps, failed = time.monotonic(), 0, []
+    for case, failure, _ in run_cases(seeds):
+        steps += case.steps
+        print(f"seed {case.seed}: {failure or 'passed'}", flush=True)
+        failed += [case.seed] * (failure is not None)
+    seconds = time.monotonic() - started
+    print(f"{len(seeds)} cases, {steps} steps in {seconds:.0f} s, {len(failed)} failed: {failed}")
     return 1 if failed else 0
 
 
