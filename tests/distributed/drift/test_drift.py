@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -289,6 +290,22 @@ def train_unfreezing(looks_at):
                 assert torch.equal(*of_all_workers(flat(model)))
     with averager.averaged_weights():
         return flat(model)
+
+
+@on_workers(2)
+def test_an_averager_trains_with_fabric_as_without():
+    trained = []
+    for fabric in (None, Fabric(accelerator="cpu", devices=2, strategy="ddp")):
+        model = build_model()
+        optimizer = adam(model.parameters())
+        if fabric is not None:
+            fabric.launch()
+            model, optimizer = fabric.to_device(model), fabric.setup_optimizers(optimizer)
+        averager = SparseModelAverager(model, HardThreshold(threshold=THRESHOLD))
+        train(model, optimizer, range(STEPS), averager)
+        averager.close()
+        trained.append(flat(model))
+    assert torch.equal(*trained)
 
 
 @on_workers(2)

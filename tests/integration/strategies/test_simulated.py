@@ -34,6 +34,7 @@ from tests.integration.checkpoints.test_checkpoint import ResumableData
 from tests.integration.models import (
     Classifier,
     ManualClassifier,
+    ScaledPrecision,
     WithEmbedding,
     adam,
     assert_equal,
@@ -569,10 +570,20 @@ class OwnTransfer(Classifier):
         return batch
 
 
-class Gathering(Classifier):
+class Communicating(Classifier):
+    def __init__(self, communicate: Any) -> None:
+        super().__init__()
+        self.communicate = communicate
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.all_gather(batch[1])
+        self.communicate(self, batch[1])
         return super().training_step(batch, batch_idx)
+
+
+class Complex(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
 
 class BypassingLightning(Classifier):
@@ -635,6 +646,7 @@ class Lazy(Classifier):
         self.first = nn.LazyLinear(16)
 
 
+SCALER = torch.amp.GradScaler("cpu")
 REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("Simulated workers do not support manual optimization", ManualClassifier, data, {}),
     ("Simulated workers do not support on_before_batch_transfer, which would get", OwnTransfer, data, {}),
@@ -649,7 +661,10 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any]]] = [
     (r"same tuple_iterator and would .* Make a new one in train_dataloader", Classifier, lambda: iter(()), {}),
     (r"changes a parameter \(first.bias\): change it in on_train_batch_end", Changing, data, {}),
     ("uninitialised layers: run a batch through the model first", Lazy, data, {}),
-    ("all_gather, because workers run", Gathering, data, {}),
+    ("all_gather, because workers run", partial(Communicating, Classifier.all_gather), data, {}),
+    ("broadcast, because", partial(Communicating, lambda self, _: self.trainer.strategy.broadcast(1)), data, {}),
+    ("complex parameters", Complex, data, {}),
+    ("precision with a GradScaler; use", Classifier, data, {"plugins": ScaledPrecision("16-mixed", "cpu", SCALER)}),
     ("on_before_batch_transfer, which would", Classifier, Transferring, {}),
     ("sync_batchnorm", Classifier, data, {"sync_batchnorm": True}),
     ("devices=2 on 1 nodes", Classifier, data, {"num_workers": 2}),
