@@ -8,7 +8,7 @@ parameters and 2 windows of 64 bytes per rank.
 
     floor            FSDP2 inside each replica, without an exchange between replicas
     hsdp             torch's HSDP: reduce-scatter inside, a dense all-reduce between replicas
-    sparse_ρ         ShardExchange with HardThreshold, λ held to a density of ρ
+    sparse_ρ         ShardGradientAverager with HardThreshold, λ held to a density of ρ
     drift_ρ_every_n  SparseModelAverager: drifts every n steps (default 1), at a density of ρ
 
 Each method has its own model with equal initial weights. The methods take turns in the same processes: each turn is an
@@ -34,7 +34,7 @@ from benchmarks import report
 from benchmarks.network_lab.lab import NetworkLab, interface_bytes
 from benchmarks.network_lab.workers import MARK, read_results
 from benchmarks.step_time.worker import is_past
-from lightning_sparse import DriftOptions, HardThreshold, ShardExchange, SparseModelAverager
+from lightning_sparse import DriftOptions, HardThreshold, ShardGradientAverager, SparseModelAverager
 from recipes.gpt_wikitext.model import GPT
 
 FLOOR, HSDP = "floor", "hsdp"
@@ -55,7 +55,7 @@ def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
     kind, *numbers = method.split("_")
     sparsifier = HardThreshold(density=float(numbers[0]) if numbers else 1.0, calibration_steps=5)
     if kind == "sparse":
-        exchange = ShardExchange(model, mesh["replicate"], sparsifier)
+        exchange = ShardGradientAverager(model, sparsifier, group=mesh["replicate"])
     elif kind == "drift":
         options = DriftOptions(every_n_steps=interval_of(method))
         averager = SparseModelAverager(model, sparsifier, options, group=mesh["replicate"])

@@ -6,13 +6,13 @@ Importing this package registers ``Trainer(strategy="ddp_hardthreshold")`` and i
 from lightning_sparse._version import __version__ as __version__
 from lightning_sparse.callbacks.density_monitor import DensityMonitor
 from lightning_sparse.callbacks.error_monitor import ErrorMonitor
-from lightning_sparse.drift.averager import SparseModelAverager
+from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions, GradientOptions
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.estimate import Estimate, estimate
 from lightning_sparse.gradients.comm_hook import register_comm_hook
-from lightning_sparse.gradients.shard_exchange import ShardExchange
-from lightning_sparse.gradients.sparse_state import SparseState
+from lightning_sparse.gradients.ddp_averager import DDPGradientAverager
+from lightning_sparse.gradients.shard_averager import ShardGradientAverager
 from lightning_sparse.sparsifiers.accordion import Accordion
 from lightning_sparse.sparsifiers.gaussian_k import GaussianK
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
@@ -35,6 +35,7 @@ from lightning_sparse.theory.bounds import paper_threshold
 
 __all__ = [
     "Accordion",
+    "DDPGradientAverager",
     "DDPHardThresholdStrategy",
     "Dense",
     "DensityMonitor",
@@ -53,14 +54,13 @@ __all__ = [
     "RandomK",
     "ScaledIntegerRounding",
     "Selection",
-    "ShardExchange",
+    "ShardGradientAverager",
     "SimulatedWorkersStrategy",
     "SparseDDPStrategy",
     "SparseHSDPStrategy",
     "SparseLocalHSDPStrategy",
     "SparseLocalStrategy",
     "SparseModelAverager",
-    "SparseState",
     "Sparsifier",
     "StepStats",
     "StochasticRounding",

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.sparsifiers.arguments import require_count
+from lightning_sparse.sparsifiers.checks import require_count
 
 
 class PowerSGD(Callback):

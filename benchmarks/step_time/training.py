@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.step_time.methods import FLOAT8, make_sparsifier, parse_drift, target_density
 from benchmarks.step_time.models import build_model
 from lightning_sparse import (
+    DDPGradientAverager,
     DriftOptions,
     HardThreshold,
     SparseModelAverager,
-    SparseState,
     StepStats,
     register_comm_hook,
 )
@@ -43,7 +43,7 @@ class Training:
         self.module = DistributedDataParallel(network, gradient_as_bucket_view=task["bucket_view"])
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())  # the same batches for all methods
-        self.state: SparseState | None = None
+        self.state: DDPGradientAverager | None = None
         self.logged: list[dict[str, Any]] = []
         self.seconds: list[float] = []
         self.collectives: list[int] = []
@@ -186,7 +186,7 @@ def empty_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
     return future
 
 
-def set_threshold(state: SparseState | SparseModelAverager, threshold: float) -> None:
+def set_threshold(state: DDPGradientAverager | SparseModelAverager, threshold: float) -> None:
     """Set λ on this worker; every rank must call this in the same step."""
     assert isinstance(state.sparsifier, HardThreshold)
     state.sparsifier.fix_threshold(threshold)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sparse import HardThreshold, ShardExchange
+from lightning_sparse import HardThreshold, ShardGradientAverager
 
 REPLICAS = 2
 
@@ -33,25 +33,25 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh["shard"])  # inside a replica: torch's own exchange
     fully_shard(model, mesh=mesh["shard"])
-    exchange = ShardExchange(model, mesh["replicate"], HardThreshold(density=0.05))
+    averager = ShardGradientAverager(model, HardThreshold(density=0.05), group=mesh["replicate"])
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     densities: list[float] = []
-    exchange.subscribe(lambda stats: densities.append(stats.density))
+    averager.subscribe(lambda stats: densities.append(stats.density))
     torch.manual_seed(1 + rank)  # different samples from here on
     for step in range(201):
         inputs = torch.randn(64, 32, device=device)
         loss = torch.nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
         optimizer.zero_grad()
         loss.backward()
-        exchange.average_gradients()  # sparse, between replicas; before clipping and the optimizer's step
+        averager.average_gradients()  # sparse, between replicas; before clipping and the optimizer's step
         optimizer.step()
         if rank == 0 and step % 100 == 0:
-            stats = exchange.last_step
+            stats = averager.last_step
             print(f"step {step}: loss {loss.item():.4f}, density {stats.density:.4f}, error {stats.error_norm:.4f}")
     if rank == 0:
         print(f"average density {fmean(densities):.4f}")
-    exchange.close()
+    averager.close()
     dist.destroy_process_group()
 
 

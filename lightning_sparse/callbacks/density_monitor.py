@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.callbacks.step_times import StepTimes
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.sparsifiers.arguments import require_count
+from lightning_sparse.sparsifiers.checks import require_count
 from lightning_sparse.sparsifiers.protocol import target_density
 from lightning_sparse.strategies.advice import shortened
 from lightning_sparse.strategies.simulated.strategy import SimulatedWorkersStrategy

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_sparse.callbacks.step_monitor import StepMonitor, log_scalars, logging_step, tensorboard_loggers
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.selection.bucket import FlatBucket
-from lightning_sparse.sparsifiers.arguments import require_count
+from lightning_sparse.sparsifiers.checks import require_count
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_sparse.engine.step_stats import StepStats
-from lightning_sparse.sparsifiers.arguments import require_flag
+from lightning_sparse.sparsifiers.checks import require_flag
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 from lightning_sparse.strategies.step_log import NumberLog
 

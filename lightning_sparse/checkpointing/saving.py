@@ -23,14 +23,14 @@ from lightning_sparse.checkpointing.content import (
     empty_content,
     warn_of_incomplete,
 )
-from lightning_sparse.drift.averager import SparseModelAverager
+from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import Tensors, copied, unsent_norm
 from lightning_sparse.exchange.save_barrier import patience_of
 from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter, write_folder
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients.shard_exchange import ShardExchange
-from lightning_sparse.gradients.sparse_state import SparseState
+from lightning_sparse.gradients.ddp_averager import DDPGradientAverager
+from lightning_sparse.gradients.shard_averager import ShardGradientAverager
 
 _T = TypeVar("_T")
 CHUNK_BYTES = 2**23
@@ -38,7 +38,7 @@ CHUNK_BYTES = 2**23
 
 
 def run_together(
-    averager: SparseState | SparseModelAverager,
+    averager: DDPGradientAverager | SparseModelAverager,
     timeout: timedelta | None,
     function: Callable[[Workers], _T],
     action: str,
@@ -77,7 +77,7 @@ def run_together(
 
 
 def collect_together(
-    averager: SparseState | SparseModelAverager,
+    averager: DDPGradientAverager | SparseModelAverager,
     worker_state: WorkerState,
     timeout: timedelta | None,
     *,
@@ -108,7 +108,9 @@ def kinds_of(averager: Averager, worker_state: WorkerState) -> tuple[str, ...]:
     """Return the kinds of a worker's tensors that a checkpoint contains."""
     if worker_state == "full" and averager.kind == "drifts":
         return "weights", "unsent"
-    is_kept = worker_state == "full" or not isinstance(averager, ShardExchange)  # parts of shards are not averaged
+    is_kept = worker_state == "full" or not isinstance(
+        averager, ShardGradientAverager
+    )  # parts of shards are not averaged
     return ("unsent",) if averager.has_own_state and is_kept else ()
 
 

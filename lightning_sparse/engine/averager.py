@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import local, real_numel
-from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import ParameterStepObserver
+from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed, unsent_norm, warn_of_discarded
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.workers import Workers

@@ -25,7 +25,7 @@ def require_one_device(tensors: Mapping[str, Tensor]) -> None:
         places = ", ".join(f"{name!r} on {device}" for device, name in first.items())
         raise ValueError(
             f"The module's parameters are on several devices: {places}. Put all parameters of a process on one device. "
-            "If the model does not fit, see HSDPHardThresholdStrategy and ShardExchange."
+            "If the model does not fit, see HSDPHardThresholdStrategy and ShardGradientAverager."
         )
 
 

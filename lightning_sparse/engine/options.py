@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import DTYPES, MAX_GRID_STEPS, ValueDtype
-from lightning_sparse.sparsifiers.arguments import is_number, require_count, require_flag, require_word
+from lightning_sparse.sparsifiers.checks import is_number, require_count, require_flag, require_word
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier, describe
 

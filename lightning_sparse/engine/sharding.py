@@ -79,9 +79,11 @@ class Sharding:
 def _require_shards(module: nn.Module, mesh: DeviceMesh) -> None:
     """Raise if gradients would be averaged over too many or too few ranks."""
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"Invalid {mesh=}. Must be a DeviceMesh, mesh['replicate'] for example.")
+        raise TypeError(f"Invalid group={mesh!r}. Must be a DeviceMesh, mesh['replicate'] for example.")
     if mesh.ndim != 1:
-        raise ValueError(f"Invalid {mesh=}. Must be the dimension of replicas alone, mesh['replicate'] for example.")
+        raise ValueError(
+            f"Invalid group={mesh!r}. Must be the dimension of replicas alone, mesh['replicate'] for example."
+        )
     named = dict(module.named_parameters())
     if not any(parameter.requires_grad for parameter in named.values()):
         raise ValueError("The module has no parameter that requires a gradient: there is nothing to average.")

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_sparse.exchange.routes.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.wire import DTYPES, ValueDtype
-from lightning_sparse.sparsifiers.arguments import is_number, require_count, require_density, require_flag, require_word
+from lightning_sparse.sparsifiers.checks import is_number, require_count, require_density, require_flag, require_word
 
 DENSITIES = [digits * 10.0**power for power in range(-8, -1) for digits in range(10, 100)]
 """Densities with two digits, ascending."""

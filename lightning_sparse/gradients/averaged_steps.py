@@ -55,7 +55,7 @@ class AveragedStepObserver(ParameterStepObserver):
         if name is not None:
             raise RuntimeError(
                 f"{name!r} has a gradient that is not exchanged: the model's parameters have changed since the call of "
-                "ShardExchange. Call fully_shard first, and ShardExchange after it."
+                "ShardGradientAverager. Call fully_shard first, and ShardGradientAverager after it."
             )
 
     def _after(self, optimizer: Optimizer) -> None:

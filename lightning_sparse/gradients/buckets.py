@@ -32,7 +32,7 @@ a static graph, and they may differ from the saved ones, for example with anothe
 class DDPBuckets:
     """Reads DDP's buckets of the running step, and returns the averages to DDP.
 
-    The residual of its buckets is a placeholder, the gradient, until ``SparseState`` sets it.
+    The residual of its buckets is a placeholder, the gradient, until ``DDPGradientAverager`` sets it.
     """
 
     def __init__(self, parameter_names: Mapping[Tensor, str], *, is_static_graph: bool) -> None:

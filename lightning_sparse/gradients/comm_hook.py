@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.engine.options import GradientOptions, checked, settings_of
 from lightning_sparse.exchange.agreement import require_agreement
-from lightning_sparse.gradients.sparse_state import SparseState, sparse_hook
+from lightning_sparse.gradients.ddp_averager import DDPGradientAverager, sparse_hook
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
@@ -25,7 +25,7 @@ def register_comm_hook(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     per_layer_stats: bool = False,
-) -> SparseState:
+) -> DDPGradientAverager:
     """Make a DistributedDataParallel module exchange gradients sparsely. Collective: all workers.
 
     Use it with plain PyTorch or Fabric. For the Lightning Trainer, use a strategy instead.
@@ -74,7 +74,7 @@ def attach(
     grad_scaler: torch.amp.GradScaler | None,
     optimizers: Callable[[], Sequence[Optimizer]],
     per_layer_stats: bool,
-) -> SparseState:
+) -> DDPGradientAverager:
     """Register ``sparse_hook`` with a new state; optimizers may be made later."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
@@ -101,7 +101,7 @@ def attach(
     settings |= {name: getattr(ddp_module, name) for name in bucket_settings}
     with torch.accelerator.device_index(ddp_module.device.index):
         require_agreement(settings, ddp_module.process_group)
-        state = SparseState(
+        state = DDPGradientAverager(
             sparsifier,
             options,
             names,
@@ -150,7 +150,7 @@ class SparseJoinHook(JoinHook):
     which λ and the step number depend. At the end, it receives both from a worker that observed these steps.
     """
 
-    def __init__(self, hook: JoinHook, state: SparseState, device: torch.device) -> None:
+    def __init__(self, hook: JoinHook, state: DDPGradientAverager, device: torch.device) -> None:
         self._hook, self._state, self._device = hook, state, device
 
     def main_hook(self) -> None:
@@ -168,7 +168,7 @@ class SparseJoinHook(JoinHook):
             self._state.catch_up(is_source=is_last_joiner)
 
 
-def follow_join(module: DistributedDataParallel, state: SparseState) -> None:
+def follow_join(module: DistributedDataParallel, state: DDPGradientAverager) -> None:
     """Notify the state of all later ``Join`` contexts of this module."""
     module_reference, state_reference = weakref.ref(module), weakref.ref(state)  # avoids a reference cycle
 

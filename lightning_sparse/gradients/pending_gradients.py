@@ -24,8 +24,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import StepObserver, UnexchangedParameters, weak_method
+from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
 STEPS_BEFORE_WARNING = 20

@@ -19,7 +19,7 @@ from lightning_sparse.kernels.launching import is_available
 from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_residual, require_unchanged, sent_and_kept
 from lightning_sparse.selection.fused_threshold import take_out_fused
-from lightning_sparse.selection.own_sums import keep_small_sums, put_back
+from lightning_sparse.selection.sparse_sums import keep_small_sums, put_back
 from lightning_sparse.selection.statistics import (
     FIXED_FIELDS,
     SLOTS,

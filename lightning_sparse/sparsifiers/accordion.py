@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.arguments import is_number, require_count, require_density
+from lightning_sparse.sparsifiers.checks import is_number, require_count, require_density
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
 from lightning_sparse.sparsifiers.top_k import mark_by_layer
 

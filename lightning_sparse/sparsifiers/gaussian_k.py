@@ -6,7 +6,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.arguments import require_density
+from lightning_sparse.sparsifiers.checks import require_density
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
 from lightning_sparse.sparsifiers.top_k import k_of
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.arguments import is_number, require_count, require_density, require_word
+from lightning_sparse.sparsifiers.checks import is_number, require_count, require_density, require_word
 from lightning_sparse.sparsifiers.protocol import Granularity, LayerLayout, MarkingSparsifier
 from lightning_sparse.sparsifiers.rounding import power_of_two
 

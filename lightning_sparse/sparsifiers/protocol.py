@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.arguments import is_number
+from lightning_sparse.sparsifiers.checks import is_number
 
 Granularity = Literal["layer", "model"]
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.arguments import require_count, require_density, require_flag
+from lightning_sparse.sparsifiers.checks import require_count, require_density, require_flag
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
 from lightning_sparse.sparsifiers.top_k import mark_by_layer
 

@@ -5,7 +5,7 @@ from math import frexp, ldexp
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.arguments import is_number, require_count
+from lightning_sparse.sparsifiers.checks import is_number, require_count
 from lightning_sparse.sparsifiers.protocol import LayerLayout, MarkingSparsifier
 from lightning_sparse.sparsifiers.random_k import random_bits
 

@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.arguments import require_density, require_word
+from lightning_sparse.sparsifiers.checks import require_density, require_word
 from lightning_sparse.sparsifiers.protocol import Granularity, LayerLayout, MarkingSparsifier
 
 

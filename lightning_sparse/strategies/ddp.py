@@ -11,7 +11,7 @@ from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.agreement import ignored_names, parameter_settings, require_agreement
 from lightning_sparse.gradients.comm_hook import attach
-from lightning_sparse.gradients.sparse_state import SparseState
+from lightning_sparse.gradients.ddp_averager import DDPGradientAverager
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.arguments import ddp_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
@@ -35,10 +35,10 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             ``bucket_cap_mb``, gradients of up to 4 MiB share one bucket.
 
     Attributes:
-        state: the `SparseState` of the running or last ``fit``, None before.
+        state: the `DDPGradientAverager` of the running or last ``fit``, None before.
     """
 
-    state: SparseState | None
+    state: DDPGradientAverager | None
     _options_class: ClassVar[type] = GradientOptions
     _options: GradientOptions
     _lightning_arguments = ddp_arguments

@@ -4,17 +4,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sparse.drift.averager import SparseModelAverager
+from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import ExchangeOptions
-from lightning_sparse.gradients.shard_exchange import ShardExchange
+from lightning_sparse.gradients.shard_averager import ShardGradientAverager
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.local import LocalTraining
 from lightning_sparse.strategies.replica_strategy import ReplicaStrategy
@@ -33,20 +32,17 @@ class SparseHSDPStrategy(ReplicaStrategy):
     is equal in all shards, per model or layer. A number of coordinates, as in `TopK`, is per shard.
 
     Attributes:
-        state: the `ShardExchange` of the running or last ``fit``, None before.
+        state: the `ShardGradientAverager` of the running or last ``fit``, None before.
     """
 
-    state: ShardExchange | None
+    state: ShardGradientAverager | None
     _options_class: ClassVar[type] = ExchangeOptions
+    _averager_class = ShardGradientAverager
     _call_each_step = "average_gradients() before"
 
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._make_options(ExchangeOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
-
-    @override
-    def _new_averager(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> ShardExchange:
-        return ShardExchange(module, mesh, self.sparsifier, **options)
 
     @override
     def _begin_fit(self, state: Any) -> None:
@@ -98,10 +94,7 @@ class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):
     """
 
     state: SparseModelAverager | None
-
-    @override
-    def _new_averager(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> SparseModelAverager:
-        return SparseModelAverager(module, self.sparsifier, group=mesh, **options)
+    _averager_class = SparseModelAverager
 
     @override
     def _mean_weights(self, averager: SparseModelAverager) -> tuple[dict[str, Tensor] | None, str | None]:

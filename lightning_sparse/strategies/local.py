@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
 
 from lightning_sparse.checkpointing.saving import collect_together, run_together
-from lightning_sparse.drift.averager import SparseModelAverager
+from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.exchange.agreement import require_agreement

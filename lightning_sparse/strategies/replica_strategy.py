@@ -2,15 +2,12 @@
 
 import shutil
 import sys
-from abc import abstractmethod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -24,7 +21,7 @@ from lightning_sparse.exchange.agreement import gather_objects, require_agreemen
 from lightning_sparse.exchange.groups import replica_mesh
 from lightning_sparse.exchange.save_barrier import SaveBarrier, patience_of
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.sparsifiers.arguments import require_count
+from lightning_sparse.sparsifiers.checks import require_count
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.arguments import model_parallel_arguments
 from lightning_sparse.strategies.sparse_strategy import SparseStrategy
@@ -43,6 +40,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             ``process_group_backend`` and ``timeout``.
     """
 
+    _averager_class: ClassVar[Any]
     _lightning_arguments = model_parallel_arguments
     _save_barrier: SaveBarrier | None = None
     _awaits_step = False
@@ -100,14 +98,12 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
             self.state.close()  # not at the end of its fit, because a checkpoint may follow
         require_agreement({"worker_state": self.worker_state, "in one file": not self._save_distributed_checkpoint})
         mesh = self.device_mesh["replicate"]
-        assert self.model is not None
-        averager = self._new_averager(self.model, mesh, options=self._options, per_layer_stats=self.per_layer_stats)
-        self._begin_fit(averager)
+        self._begin_fit(
+            self._averager_class(
+                self.model, self.sparsifier, self._options, group=mesh, per_layer_stats=self.per_layer_stats
+            )
+        )
         self._save_barrier = SaveBarrier(Workers(None, self.global_rank, self.world_size))
-
-    @abstractmethod
-    def _new_averager(self, module: nn.Module, mesh: DeviceMesh, **options: Any) -> Averager:
-        """Return the averager of a ``fit``, between the replicas of a mesh. Collective."""
 
     # Steps that do not train.
 

@@ -25,7 +25,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
 from lightning_sparse.engine.snapshot import seal_of, sealed
-from lightning_sparse.sparsifiers.arguments import require_word
+from lightning_sparse.sparsifiers.checks import require_word
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
 from lightning_sparse.strategies.arguments import TakesOptions

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
-from lightning_sparse.sparsifiers.arguments import require_count, require_density
+from lightning_sparse.sparsifiers.checks import require_count, require_density
 
 
 def squared_error_bound(num_elements: int, threshold: float, learning_rate: float = 1.0) -> float:

@@ -20,7 +20,7 @@ from lightning_sparse.checkpointing.saving import collect
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
-from lightning_sparse.sparsifiers.arguments import require_count
+from lightning_sparse.sparsifiers.checks import require_count
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.arguments import require_arguments
 from lightning_sparse.strategies.simulated.data import WorkerBatches, WorkerLoaders, make_worker_loaders

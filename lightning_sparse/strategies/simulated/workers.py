@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import ParameterBucket, as_parameter, bucketed, flatten_as, require_strides
-from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.options import GradientOptions
+from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm

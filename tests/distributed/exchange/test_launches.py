@@ -33,7 +33,7 @@ from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.routes import adding, gather
 from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.gradients import buckets as ddp_buckets
-from lightning_sparse.gradients import sparse_state
+from lightning_sparse.gradients import ddp_averager
 from lightning_sparse.selection import extraction, fused_threshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from tests.workers import run_workers
@@ -142,7 +142,7 @@ def measure(
     with fake:
         scale = torch.empty(1, device=GPU) if scaled else None
         gradients = [torch.empty(SIZE * len(some), device=GPU, dtype=dtype) for some in names]
-    state = sparse_state.SparseState(
+    state = ddp_averager.DDPGradientAverager(
         sparsifier,
         GradientOptions(exchange=exchange),
         {parameter: name for name, parameter in parameters.items()},

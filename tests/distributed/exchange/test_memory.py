@@ -17,7 +17,7 @@ from lightning_sparse import (
     DriftOptions,
     GradientOptions,
     HardThreshold,
-    ShardExchange,
+    ShardGradientAverager,
     SparseModelAverager,
     TopK,
     register_comm_hook,
@@ -167,7 +167,7 @@ def measure_shards(drifts):
             options = DriftOptions(keep_drift=False)
             averager = SparseModelAverager(module, ONE_PERCENT, options, group=mesh["replicate"])
         else:
-            averager = ShardExchange(module, mesh["replicate"], ONE_PERCENT)
+            averager = ShardGradientAverager(module, ONE_PERCENT, group=mesh["replicate"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.001 if drifts else 0.0)
     for _ in range(30):
         inputs, directions = torch.randn(2, 8, WIDTH)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import (
     HardThreshold,
-    ShardExchange,
+    ShardGradientAverager,
     SparseModelAverager,
     register_comm_hook,
 )
@@ -80,7 +80,7 @@ def sharded(kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     net = build()
     fully_shard(net, mesh=mesh["shard"])
-    exchange = ShardExchange(net, mesh["replicate"], HardThreshold(threshold=0.02))
+    exchange = ShardGradientAverager(net, HardThreshold(threshold=0.02), group=mesh["replicate"])
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 
     def closure() -> Tensor:
@@ -186,7 +186,7 @@ def test_states_can_be_saved_after_the_process_group_ends() -> None:
         fully_shard(net, mesh=mesh["shard"])
     wrapped = DistributedDataParallel(nets[2])
     holders = [
-        ShardExchange(nets[0], mesh["replicate"], HardThreshold(threshold=0.1)),
+        ShardGradientAverager(nets[0], HardThreshold(threshold=0.1), group=mesh["replicate"]),
         SparseModelAverager(nets[1], HardThreshold(threshold=0.1), group=mesh["replicate"]),
         register_comm_hook(wrapped, HardThreshold(threshold=0.1)),
         SparseModelAverager(nets[3], HardThreshold(threshold=0.1)),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sparse import ExchangeOptions, HardThreshold, ShardExchange, SparseModelAverager
+from lightning_sparse import ExchangeOptions, HardThreshold, ShardGradientAverager, SparseModelAverager
 from lightning_sparse.engine import grouping
 from lightning_sparse.exchange.groups import replica_workers
 from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter
@@ -105,7 +105,7 @@ def soak(plan):
     named = dict(model.named_parameters())
     sparsifier = HardThreshold(threshold=plan["threshold"], layer_thresholds=plan["layer_thresholds"])
     options = ExchangeOptions(exchange=plan["exchange"])
-    exchange = ShardExchange(model, mesh["replicate"], sparsifier, options)
+    exchange = ShardGradientAverager(model, sparsifier, options, group=mesh["replicate"])
     optimizers = {name: torch.optim.SGD([weight], lr=0.1, momentum=plan["momentum"]) for name, weight in named.items()}
     for step, ((used, stepped), inputs) in enumerate(zip(plan["steps"], soak_inputs(plan), strict=True)):
         if step == FALLS_AT and replicas > 1:  # a single replica ignores λ
@@ -113,7 +113,7 @@ def soak(plan):
         if step == plan["reloads_at"]:
             state = exchange.state_dict()
             exchange.close()
-            exchange = ShardExchange(model, mesh["replicate"], sparsifier, options)
+            exchange = ShardGradientAverager(model, sparsifier, options, group=mesh["replicate"])
             exchange.load_state_dict(state)
         soak_loss(model, used[replica], inputs[replica, shard]).backward()
         exchange.average_gradients(named[name] for name in stepped)
@@ -180,26 +180,26 @@ def test_shard_exchange_raises_on_misuse():
     with torch.device("meta"):
         empty = sharded(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)), mesh["shard"])
     for make, message in (
-        (lambda: ShardExchange(model, mesh, sparsifier), "Must be the dimension of replicas alone"),
-        (lambda: ShardExchange(model, mesh["replicate"], sparsifier), "0.weight is not sharded"),
+        (lambda: ShardGradientAverager(model, sparsifier, group=mesh), "Must be the dimension of replicas alone"),
+        (lambda: ShardGradientAverager(model, sparsifier, group=mesh["replicate"]), "0.weight is not sharded"),
         (
-            lambda: ShardExchange(sharded(build_network(), mesh["shard"]), mesh["shard"], sparsifier),
+            lambda: ShardGradientAverager(sharded(build_network(), mesh["shard"]), sparsifier, group=mesh["shard"]),
             "and the mesh of replicas, ",
         ),
-        (lambda: ShardExchange(model, mesh["replicate"], 0.1), "Expected a sparsifier"),
-        (lambda: ShardExchange(empty, mesh["replicate"], sparsifier), "is on the meta device"),
+        (lambda: ShardGradientAverager(model, 0.1, group=mesh["replicate"]), "Expected a sparsifier"),
+        (lambda: ShardGradientAverager(empty, sparsifier, group=mesh["replicate"]), "is on the meta device"),
         (lambda: SparseModelAverager(sharded(build_network(), mesh["shard"]), sparsifier), "use SparseModelAverager"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             make()
     single = init_device_mesh("cpu", (4, 1), mesh_dim_names=("shard", "rest"))
     with pytest.raises(ValueError, match="sharded over one rank, but a replica has 4"):
-        ShardExchange(sharded(build_network(), single["rest"]), single["rest"], sparsifier)
+        ShardGradientAverager(sharded(build_network(), single["rest"]), sparsifier, group=single["rest"])
     crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
     with pytest.raises(RuntimeError, match=r"replicas of ascending ranks: .* \[\(0, 3\), \(1, 2\)\]"):
-        ShardExchange(sharded(build_network(), crossed["shard"]), crossed["replicate"], sparsifier)
+        ShardGradientAverager(sharded(build_network(), crossed["shard"]), sparsifier, group=crossed["replicate"])
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
-    exchange = ShardExchange(model, alone["replicate"], sparsifier)
+    exchange = ShardGradientAverager(model, sparsifier, group=alone["replicate"])
     sharded(model, alone["shard"])
     model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
     with pytest.raises(RuntimeError, match="Call fully_shard first"):

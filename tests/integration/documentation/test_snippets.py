@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse
-from lightning_sparse import SimulatedWorkersStrategy, SparseDDPStrategy, SparseState, Sparsifier
+from lightning_sparse import DDPGradientAverager, SimulatedWorkersStrategy, SparseDDPStrategy, Sparsifier
 from tests.integration.models import QUIET, Classifier, data
 from tests.integration.programs.loops import loss_of
 from tests.markdown import PAGES, after, before, blocks
@@ -164,7 +164,7 @@ def use(thing: Any, given: dict[str, Any]) -> None:
         use(SparseDDPStrategy(thing()), given)
     elif isinstance(thing, Sparsifier):
         use(SparseDDPStrategy(thing), given)
-    elif isinstance(thing, SparseState):
+    elif isinstance(thing, DDPGradientAverager):
         inputs, labels = next(iter(given["loader"]))
         torch.nn.functional.cross_entropy(given.get("ddp_model", given["model"])(inputs), labels).backward()
         given["optimizer"].step()

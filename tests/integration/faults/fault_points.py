@@ -18,16 +18,16 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from lightning_sparse.checkpointing import files, saving
-from lightning_sparse.drift.averager import SparseModelAverager
 from lightning_sparse.drift.drift_exchange import DriftExchange
+from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.drift.shared_weights import SharedWeights
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.exchange import save_barrier
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.workers import Pending, Workers
+from lightning_sparse.gradients.ddp_averager import DDPGradientAverager
 from lightning_sparse.gradients.pending_gradients import PendingGradients
-from lightning_sparse.gradients.sparse_state import SparseState
 from lightning_sparse.selection import extraction
 
 COLLECTIVES = (
@@ -35,7 +35,7 @@ COLLECTIVES = (
     *("all_gather_object", "all_to_all_single", "broadcast_object_list", "new_group", "destroy_process_group"),
 )
 PARTS: dict[Any, tuple[str, ...]] = {
-    SparseState: ("receive", "_begin_step", "_prepare", "_end_step"),
+    DDPGradientAverager: ("receive", "_begin_step", "_prepare", "_end_step"),
     extraction: ("sent_and_kept", "compensate", "keep_residual"),
     Exchange: ("new_transfer", "start", "finish"),
     Pending: ("wait",),

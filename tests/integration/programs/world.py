@@ -18,7 +18,14 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse import HardThreshold, SparseDDPStrategy, SparseState, Sparsifier, StepStats, register_comm_hook
+from lightning_sparse import (
+    DDPGradientAverager,
+    HardThreshold,
+    SparseDDPStrategy,
+    Sparsifier,
+    StepStats,
+    register_comm_hook,
+)
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.exchange import ExchangeMode
 from tests.integration.models import SMALL_BUCKETS_MB
@@ -91,7 +98,7 @@ class World:
         self.run = Run(kind)
         self._make_sparsifier, self._select = make_sparsifier, select
         self._oracles: list[tuple[str, Oracle]] = []
-        self._states: list[tuple[str, SparseState]] = []
+        self._states: list[tuple[str, DDPGradientAverager]] = []
         self._modules: list[tuple[str, nn.Module]] = []
         self._watched: set[int] = set()
 
@@ -182,7 +189,7 @@ class World:
         self._modules.append((name, module))
         self.run.initial |= {name + key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
 
-    def follow_state(self, state: SparseState, name: str = "") -> None:
+    def follow_state(self, state: DDPGradientAverager, name: str = "") -> None:
         self._states.append((name, state))
         state.subscribe(self._note_exchange)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold, ScaledIntegerRounding, StochasticRounding, TopK
 from lightning_sparse.engine.grouping import as_parameter, flatten_as
-from lightning_sparse.engine.memory import ResidualMemory
+from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.exchange.wire import wire_of
 from lightning_sparse.selection.bucket import Residual, compensate, keep_residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout

@@ -8,8 +8,8 @@ over the replica's data. Ranks with the same shard are the workers of a sparse e
 
 λ is equal in all shards, per model or per layer, and depends on statistics summed over all shards.
 
-Gradients enter the residual in `ShardExchange.average_gradients`, between backward and an optimizer's step. Gradients
-that you drop before this call do not change the residual.
+Gradients enter the residual in `average_gradients`, between backward and an optimizer's step. Gradients that you drop
+before this call do not change the residual.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import ParameterBucket, as_real, bucketed, local, real_numel
-from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.options import ExchangeOptions, checked, settings_of
+from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.engine.sharding import Sharding
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
@@ -35,7 +35,7 @@ from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
-class ShardExchange(Averager):
+class ShardGradientAverager(Averager):
     """Averages gradients of a sharded model over its replicas. Collective: all ranks.
 
     Use it with plain PyTorch and ``fully_shard``. For the Lightning Trainer, use `HSDPHardThresholdStrategy`. All
@@ -45,20 +45,20 @@ class ShardExchange(Averager):
 
         mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
-        exchange = ShardExchange(model, mesh["replicate"], HardThreshold(density=0.01))
+        averager = ShardGradientAverager(model, HardThreshold(density=0.01), group=mesh["replicate"])
         for batch in loader:
             loss_of(model, batch).backward()
-            exchange.average_gradients()
+            averager.average_gradients()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
     Args:
         module: the model, sharded only over the ranks of a replica.
-        mesh: the dimension of replicas, one rank per replica, of a mesh of all ranks.
         sparsifier: selects coordinates; copied. λ is equal in all shards, per model or per layer; a number of
             coordinates, as in `TopK`, is per shard.
         options: see `ExchangeOptions`.
+        group: the dimension of replicas, one rank per replica, of a mesh of all ranks.
         per_layer_stats: whether to report density and error of every layer.
 
     Attributes:
@@ -81,16 +81,16 @@ class ShardExchange(Averager):
     def __init__(
         self,
         module: nn.Module,
-        mesh: DeviceMesh,
         sparsifier: Sparsifier,
         options: ExchangeOptions | None = None,
         *,
+        group: DeviceMesh,
         per_layer_stats: bool = False,
     ) -> None:
         options = checked(options, ExchangeOptions)
         require_sparsifier(sparsifier)
         options.validate(sparsifier)
-        sharding = Sharding(module, mesh, settings_of(sparsifier, options, per_layer_stats))
+        sharding = Sharding(module, group, settings_of(sparsifier, options, per_layer_stats))
         named, self.device, self.replica = sharding.named, sharding.device, sharding.replica
         with torch.accelerator.device_index(self.device.index):
             self.own_group = OwnGroup(sharding.group)

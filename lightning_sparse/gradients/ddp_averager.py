@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.memory import ResidualMemory
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import GradientOptions
+from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.agreement import gather_objects
@@ -35,7 +35,7 @@ from lightning_sparse.selection.bucket import FlatBucket, clip_norm
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 
-class SparseState(Averager):
+class DDPGradientAverager(Averager):
     """The state of the communication hook, which a worker keeps between steps.
 
     Args:
@@ -281,7 +281,7 @@ class SparseState(Averager):
 
 # A compiled optimizer step calls backward in its closure. The exchange must stay out of the compiled graph.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def sparse_hook(state: SparseState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def sparse_hook(state: DDPGradientAverager, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Exchange a bucket sparsely, as DDP's communication hook. Collective; DDP calls it.
 
     Returns:
