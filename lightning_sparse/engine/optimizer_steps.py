@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of ``Optimizer.step``; the first positional one is the optimizer itself."""
 _observers: weakref.WeakKeyDictionary["StepObserver", None] = weakref.WeakKeyDictionary()
 """In the order of registration."""
 _hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -40,17 +42,18 @@ class StepObserver(ABC):
             _hooks.clear()
 
     @abstractmethod
-    def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None: ...
+    def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None: ...
 
     @abstractmethod
     def _step_ends(self, optimizer: Optimizer) -> None: ...
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _steps_begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first argument is the optimizer itself
+def _steps_begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    changed = None
     for observer in list(_observers):
-        observer._step_begins(optimizer, closure)
+        changed = observer._step_begins(optimizer, changed or (args, kwargs)) or changed
+    return changed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -85,11 +88,12 @@ class ParameterStepObserver(StepObserver):
         page: the page of the documentation that warnings name.
 
     Attributes:
-        on_begin: a strategy's function, called before each step with its optimizer and closure.
+        on_begin: a strategy's function, called before each step with optimizer and arguments; may return other
+            arguments.
         on_step: a strategy's function, called after each step.
     """
 
-    on_begin: Callable[[Optimizer, Callable[[], Any] | None], None] | None = None
+    on_begin: Callable[[Optimizer, Arguments], Arguments | None] | None = None
     on_step: Callable[[], None] | None = None
 
     def __init__(self, observed: Iterable[Tensor], page: str) -> None:
@@ -114,15 +118,14 @@ class ParameterStepObserver(StepObserver):
             self._warned.add(problem)
             rank_zero_warn(f"lightning_sparse: {text}. See docs/{self._page}.md.")
 
-    def _step_begins(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+    def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         is_inner = self._outer is not None and self._outer is not optimizer and _is_inside(self._outer)
         stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         if is_inner or self._ids.isdisjoint(stepped):
-            return
+            return None
         self._before(optimizer)
         self._outer = optimizer
-        if self.on_begin is not None:
-            self.on_begin(optimizer, closure)
+        return None if self.on_begin is None else self.on_begin(optimizer, arguments)
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         if self._outer is not optimizer:

@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.engine.optimizer_steps import StepObserver, UnexchangedParameters, weak_method
+from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, weak_method
 from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
@@ -239,7 +239,7 @@ class PendingGradients(StepObserver):
         written = (changed.keys() - were_zero) | in_place
         return zero & written if zero - were_zero or written <= zero else set()
 
-    def _step_begins(self, optimizer: Optimizer, _: object) -> None:
+    def _step_begins(self, optimizer: Optimizer, _: Arguments) -> None:
         self.is_stepping = True
         if self._unexchanged is not None and (name := self._unexchanged.first(optimizer)) is not None:
             rank_zero_warn(

@@ -8,7 +8,7 @@ over the replica's data. Ranks with the same shard are the workers of a sparse e
 
 λ is equal in all shards, per model or per layer, and depends on statistics summed over all shards.
 
-Gradients enter the residual in `average_gradients`, between backward and an optimizer's step. Gradients that you drop
+Gradients enter the residual in ``average_gradients``, between backward and an optimizer's step. Gradients that you drop
 before this call do not change the residual.
 """
 

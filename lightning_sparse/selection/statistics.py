@@ -1,4 +1,4 @@
-"""The statistics of a step: rules to combine and log them, and their layout in a header."""
+"""The statistics of a step: how to combine and log them, and their layout in a header."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ NORM_BLOCK = 1024
 
 @dataclass(frozen=True)
 class Statistic:
-    """The rules for combining and logging a statistic of a step.
+    """How to combine and log a statistic of a step.
 
     Attributes:
         name: its field in `StepStats`, if it has one.
         is_count: whether it is a whole number.
         in_header: whether every bucket's header holds it. Headers keep the order of the table.
         per_layer: whether ``LayerStats`` holds it for every layer, and the header as well if it holds the statistic.
-        workers: the rule over the headers of all workers. ``"mean"`` is the mean of the workers' sums over buckets.
+        workers: how to combine the headers of all workers. ``"mean"`` is the mean of the workers' sums over buckets.
             None for statistics that no header holds or that only the exchange reads.
         shards: whether to sum it over the ranks of one replica, instead of taking any of their equal values.
         exchanges: whether to sum it over several exchanges that are logged together, instead of taking the last.
@@ -60,8 +60,8 @@ STATISTICS = (
     Statistic("threshold", logged="threshold"),
 )
 """Every statistic of a step. A new one needs a row here and a field in `StepStats`, with a default because checkpoints
-hold `StepStats`. A rule other than sum and mean needs a branch in ``combined``. If headers hold the statistic, three
-places measure it: ``Extraction._header`` for tensors, ``native.c`` with ``Extraction._fill_natively``, and
+hold `StepStats`. Another combination than sum and mean needs a branch in ``combined``. If headers hold the statistic,
+three places measure it: ``Extraction._header`` for tensors, ``native.c`` with ``Extraction._fill_natively``, and
 ``kernels/threshold.py``. In ``threshold.py``, ``walk_block`` writes a block's statistic if ``_WALK`` names it, and
 ``summarise`` needs a parameter for the statistic's place in the header and must store it.
 """

@@ -64,7 +64,8 @@ class Accordion(MarkingSparsifier):
             raise ValueError(f"Invalid {relative_change=}. Must be above 0; the authors use 0.5.")
         self.low_density = low_density
         self.high_density = high_density
-        self.interval = require_count("interval", interval)
+        require_count("interval", interval)
+        self.interval = interval
         self.relative_change = relative_change
         self._step = 0
         self._last: dict[str, Tensor] = {}

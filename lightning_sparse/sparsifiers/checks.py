@@ -1,7 +1,7 @@
 """Checks of arguments, for the whole package and the recipes."""
 
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 
@@ -16,14 +16,13 @@ def require_flag(name: str, value: object) -> None:
         raise ValueError(f"Invalid {name}={value!r}. Must be True or False.")
 
 
-def require_count(name: str, value: object, least: int = 1, instead: str = "") -> int:
-    """Return a whole number of Python or NumPy as Python's; raise ValueError below ``least`` or for other values.
+def require_count(name: str, value: object, least: int = 1, instead: str = "") -> None:
+    """Raise ValueError unless this is an int, at least ``least``. ``instead`` ends the message.
 
-    ``instead`` ends the message.
+    Checkpoints hold counts and must not hold NumPy's.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"Invalid {name}={value!r}. Must be a whole number of at least {least}{instead}.")
-    return int(value)
 
 
 def require_density(density: float, example: str, name: str = "density") -> None:

@@ -116,7 +116,8 @@ class HardThreshold(MarkingSparsifier):
         # A checkpoint must not hold NumPy's numbers, which torch.load(weights_only=True) rejects.
         self.threshold = None if threshold is None else float(threshold)
         self.density = None if density is None else float(density)
-        self.calibration_steps = require_count("calibration_steps", calibration_steps)
+        require_count("calibration_steps", calibration_steps)
+        self.calibration_steps = calibration_steps
         self.layer_thresholds = dict(layer_thresholds or {})
         self.granularity = granularity
         self.overshoot = float(overshoot)

@@ -42,7 +42,8 @@ class RandomK(MarkingSparsifier):
         require_flag("same_on_all", same_on_all)
         self.density = density
         self.same_on_all = same_on_all
-        self.seed = require_count("seed", seed, least=0)
+        require_count("seed", seed, least=0)
+        self.seed = seed
         self._step = self._rank = 0
 
     def begin_step(self, step: int, rank: int) -> None:

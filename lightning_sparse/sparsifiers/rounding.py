@@ -97,7 +97,8 @@ class StochasticRounding(ScaledIntegerRounding):
 
     def __init__(self, step: float, *, seed: int = 0) -> None:
         super().__init__(step)
-        self.seed = require_count("seed", seed, least=0)
+        require_count("seed", seed, least=0)
+        self.seed = seed
         self._step_number = self._rank = 0
 
     def begin_step(self, step: int, rank: int) -> None:

@@ -1,6 +1,7 @@
 """The Top-k sparsifiers: send a fixed share of every layer, or of the whole model."""
 
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import get_args
 
 import torch
@@ -84,7 +85,7 @@ def k_of(density: float, num_elements: int) -> int:
     >>> k_of(0.29, 100), k_of(0.001, 100)
     (29, 1)
     """
-    return max(1, int(density * num_elements * (1 + 2**-50)))  # in floats, 0.29 · 100 is below 29
+    return max(1, int(Decimal(repr(float(density))) * num_elements))  # as floats, 0.29 · 100 is below 29
 
 
 def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], density: float) -> Tensor:

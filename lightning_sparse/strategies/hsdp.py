@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.optimizer_steps import weak_method
+from lightning_sparse.engine.optimizer_steps import Arguments, weak_method
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.gradients.shard_averager import ShardGradientAverager
 from lightning_sparse.sparsifiers.protocol import Sparsifier
@@ -68,15 +69,16 @@ class SparseHSDPStrategy(ReplicaStrategy):
         self._awaits_step = False
         super()._after_step()
 
-    def _before_any_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+    def _before_any_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         if self._ignores_steps:
-            return
-        if closure is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} got a closure, whose gradients would not be exchanged. Step through "
-                "self.optimizers(), or call the closure's backward before step()."
-            )
-        self._run_and_exchange(optimizer, lambda: None)
+            return None
+        args, kwargs = arguments
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._run_and_exchange(optimizer, lambda: None)
+            return None
+        whole = partial(self._run_and_exchange, optimizer, torch.enable_grad()(closure))
+        return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
 
 
 class SparseLocalHSDPStrategy(ReplicaStrategy, LocalTraining):

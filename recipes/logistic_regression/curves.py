@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 
 from lightning_sparse import Dense, HardThreshold, Sparsifier, TopK
+from lightning_sparse.sparsifiers.top_k import k_of
 from lightning_sparse.theory import squared_error_bound
 from recipes.logistic_regression.objective import Objective, find_minimiser
 from recipes.logistic_regression.training import State, draw_examples, training, tune_threshold
@@ -59,7 +60,7 @@ METHODS = tuple(make_sparsifiers(1.0, 0.0))
 def tune_threshold_to_density(setting: Setting, density: float) -> float:
     """Return the λ that sends as many coordinates as Top-k of each layer, tuned with a separate seed."""
     drawn = draw_examples(setting.shards, setting.iterations, TUNING_SEED)
-    k = max(1, int(density * setting.objective.num_elements))
+    k = k_of(density, setting.objective.num_elements)
     return tune_threshold(setting.objective, drawn, setting.learning_rate, drawn.numel() * k)
 
 

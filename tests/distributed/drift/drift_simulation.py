@@ -12,22 +12,10 @@ Select = Callable[[Tensor], Tensor]
 """Returns the mask of sent elements of a flat drift."""
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-CASES: dict[str, dict[str, Any]] = {
-    "every step": {},
-    "every third step": {"every_n_steps": 3},
-    "back to the anchor": {"keep_drift": False},
-    "back to the anchor, decaying": {"keep_drift": False, "drift_decay": 0.5, "every_n_steps": 2},
-    "outer optimizer": {"outer_optimizer": NESTEROV, "every_n_steps": 2},
-    "outer optimizer, back to the anchor": {"outer_optimizer": NESTEROV, "every_n_steps": 2, "keep_drift": False},
-    "gather": {"exchange": "gather"},
-    "dense": {"exchange": "dense"},
-    "reduce_scatter": {"exchange": "reduce_scatter"},
-}  # fmt: skip
-"""Arguments of ``DriftOptions``."""
 
 
 def simulated(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``Simulation`` for these options."""
+    """Return the arguments of ``Simulation`` for these arguments of ``DriftOptions``."""
     same = {name: value for name, value in options.items() if name in ("every_n_steps", "keep_drift", "drift_decay")}
     outer = (0.7, 0.9) if "outer_optimizer" in options else None
     return {**same, "outer": outer}

@@ -25,7 +25,7 @@ from lightning_sparse import (
     StochasticRounding,
     TopK,
 )
-from lightning_sparse.engine import memory
+from lightning_sparse.engine import residuals
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange import buffers
 from lightning_sparse.exchange import exchange as exchange_module
@@ -188,7 +188,7 @@ def _replace_kernels_and_workers(num_workers: int, *, has_kernels: bool) -> None
     """Replace kernels and workers by functions that return at once."""
     torch.Tensor.pin_memory = lambda self: self  # needs a driver
     ddp_buckets.torch.futures.Future = lambda devices=None: SimpleNamespace(set_result=lambda value: None)
-    buffers.record_current_stream = memory.record_current_stream = lambda tensor: None
+    buffers.record_current_stream = residuals.record_current_stream = lambda tensor: None
     for module in (adding, gather, extraction):
         module.is_available = lambda device: has_kernels
     for module in (fused_threshold, adding):

@@ -175,7 +175,7 @@ def test_random_trainings_equal_plain_replicas(seed):
 
 
 @on_workers(4, new=True)
-def test_shard_exchange_raises_on_misuse():
+def test_averagers_of_shards_raise_on_misuse():
     mesh, model, sparsifier = build_mesh(2, 2), build_network(), HardThreshold(threshold=0.1)
     with torch.device("meta"):
         empty = sharded(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)), mesh["shard"])
@@ -189,6 +189,11 @@ def test_shard_exchange_raises_on_misuse():
         (lambda: ShardGradientAverager(model, 0.1, group=mesh["replicate"]), "Expected a sparsifier"),
         (lambda: ShardGradientAverager(empty, sparsifier, group=mesh["replicate"]), "is on the meta device"),
         (lambda: SparseModelAverager(sharded(build_network(), mesh["shard"]), sparsifier), "use SparseModelAverager"),
+        (
+            lambda: SparseModelAverager(model, sparsifier, group=mesh),
+            "Invalid group=.* of replicas alone",
+        ),
+        (lambda: SparseModelAverager(model, sparsifier, group="replicate"), "Invalid group='replicate'. Must be"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
             make()

@@ -128,6 +128,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
     "accumulation": (Sharded, {"accumulate_grad_batches": 2}, 1e-12),
     "validation in between": (Sharded, {"val_check_interval": 3}, 1e-12),
     "manual, a closure": (partial(Manual, uses_closure=True), {}, 1e-12),
+    "manual, a closure for torch's": (partial(Manual, uses_raw=True, uses_closure=True), UNCOUNTED, 1e-12),
     "an optimizer of its own": (Late, UNCOUNTED, 1e-12),
     "discarded backwards": (Discarding, {}, 1e-12),
     "two optimizers": (TwoOptimizers, {}, 1e-12),
@@ -140,8 +141,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Sharded], dict[str, Any], float]] = {
 }
 
 AS_PLAIN = (
-    *("validation in between", "manual, a closure", "an optimizer of its own", "discarded backwards"),
-    "a compiled layer",
+    *("validation in between", "manual, a closure", "manual, a closure for torch's"),
+    *("an optimizer of its own", "discarded backwards", "a compiled layer"),
 )
 """Programs that compute what "plain" does, which torch's HSDP trains for all; torch's own validation would leave the
 last layer gathered, so that "an optimizer of its own" stepped on parameters without gradients."""

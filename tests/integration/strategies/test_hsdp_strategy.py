@@ -52,9 +52,12 @@ def test_sending_everything_equals_torchs_hsdp(name: str) -> None:
             torch.testing.assert_close(drifting, native, rtol=0, atol=atol)
 
 
-def test_a_closure_for_torchs_optimizer_is_rejected() -> None:
-    with pytest.raises(RuntimeError, match="SGD got a closure, whose gradients would not be exchanged"):
-        GRADIENTS()._before_any_step(torch.optim.SGD([torch.zeros(1)]), print)
+def test_a_closure_keeps_its_place_among_the_arguments_of_a_step() -> None:
+    strategy, optimizer = GRADIENTS(), torch.optim.SGD([torch.zeros(1)])
+    args, kwargs = strategy._before_any_step(optimizer, ((optimizer, print, 3), {}))
+    assert (args[0], callable(args[1]), args[2:], kwargs) == (optimizer, True, (3,), {})
+    args, kwargs = strategy._before_any_step(optimizer, ((optimizer,), {"closure": print, "other": 3}))
+    assert (args, callable(kwargs["closure"]), kwargs["other"]) == ((optimizer,), True, 3)
 
 
 def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

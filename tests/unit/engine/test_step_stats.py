@@ -4,7 +4,7 @@ import torch
 from lightning_sparse.selection.statistics import Statistic, combined, squared_norm
 
 
-def test_each_statistic_has_its_own_rule_of_combination():
+def test_statistics_are_summed_or_averaged_over_workers():
     rows = torch.tensor([[1.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
     statistics = [Statistic("a", workers="sum"), Statistic("b", workers="mean")]
     assert combined(rows, statistics, num_workers=2) == [4, 2]

@@ -20,6 +20,7 @@ from lightning_sparse import (
 from lightning_sparse.sparsifiers.protocol import in_order, require_marks
 from lightning_sparse.sparsifiers.top_k import kth_largest_magnitude
 from tests.unit.buckets import DTYPES, buckets, values
+from tests.unit.sparsifiers.test_sparsifiers import exact_k
 
 NAN, INF = float("nan"), float("inf")
 
@@ -43,7 +44,7 @@ def steps(draw):
 def test_the_kth_largest_magnitude_equals_that_of_a_sort(parts, data):
     together = torch.cat(parts).abs().nan_to_num(INF, INF).sort(descending=True).values
     k = data.draw(st.integers(1, len(together)))
-    found = kth_largest_magnitude(whole(parts), k / len(together))
+    found = kth_largest_magnitude(whole(parts), min(1.0, (k + 0.5) / len(together)))
     torch.testing.assert_close(found, together[k - 1], rtol=0, atol=0, equal_nan=True)
 
 
@@ -52,7 +53,7 @@ def test_top_k_of_the_model_selects_the_largest_of_all_buckets_together(parts, d
     """And all values that equal the last of them, but no zeros."""
     before = torch.cat(parts)
     magnitudes = before.abs().nan_to_num(INF, INF)
-    last = magnitudes.sort(descending=True).values[max(1, int(density * len(magnitudes))) - 1]
+    last = magnitudes.sort(descending=True).values[exact_k(density, len(magnitudes)) - 1]
     sparsifier = TopK(density, granularity="model")
     assert sparsifier.needs_survey
     sparsifier.begin_step(0, 0)
@@ -83,9 +84,9 @@ def test_random_k_selects_k_of_each_layer_and_all_non_finite_values(bucket, dens
     not_finite = set(compensated.isfinite().logical_not().nonzero().flatten().tolist())
     assert not_finite <= set(indices.tolist())
     for _, start, end in layout.spans():
-        k = max(1, int(density * (end - start))) if end > start else 0
+        k = exact_k(density, end - start) if end > start else 0
         assert k <= sum(start <= index < end for index in indices.tolist())
-    assert len(indices) <= sum(max(1, int(density * size)) for size in layout.sizes if size) + len(not_finite)
+    assert len(indices) <= sum(exact_k(density, size) for size in layout.sizes if size) + len(not_finite)
 
 
 def chosen(sparsifier, step, rank, layout):
