@@ -109,7 +109,9 @@ class SparseModelAverager(Averager):
         if not isinstance(module, nn.Module):
             raise TypeError(f"Invalid {module=}. Must be a torch.nn.Module.")
         if not isinstance(group, dist.ProcessGroup | DeviceMesh | None):
-            raise TypeError(f"Invalid {group=}. Must be a process group, or mesh['replicate'] for a sharded module.")
+            raise TypeError(
+                f"Invalid {group=}. Must be a process group with this rank, or mesh['replicate'] for shards."
+            )
         if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
             raise ValueError("The module is wrapped in DistributedDataParallel, which averages gradients. Unwrap it.")
         if any(nn.parameter.is_lazy(tensor) for tensor in named_tensors(module).values()):

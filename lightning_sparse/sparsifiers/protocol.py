@@ -124,7 +124,7 @@ class Sparsifier(ABC):
         """Receive the buckets of a step before ``select``, if ``needs_survey``.
 
         Args:
-            buckets: each returns p of a bucket whenever it is called, shape (m,), with 0 where nothing may be sent.
+            buckets: each returns p of a bucket during this call, shape (m,), with 0 where nothing may be sent.
         """
         return
 

@@ -1,7 +1,6 @@
 """The Top-k sparsifiers: send a fixed share of every layer, or of the whole model."""
 
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import get_args
 
 import torch
@@ -80,12 +79,12 @@ def mark_by_layer(
 
 
 def k_of(density: float, num_elements: int) -> int:
-    """Return max(1, ⌊density · num_elements⌋).
+    """Return max(1, ⌊density · num_elements⌋) without floats' errors: 0.29 · 100 is below 29.
 
-    >>> k_of(0.29, 100), k_of(0.001, 100)
-    (29, 1)
+    >>> k_of(0.29, 100), k_of(1 / 3, 9), k_of(0.001, 100)
+    (29, 3, 1)
     """
-    return max(1, int(Decimal(repr(float(density))) * num_elements))  # as floats, 0.29 · 100 is below 29
+    return max(1, int(density * num_elements * (1 + 2**-50)))
 
 
 def kth_largest_magnitude(parts: Sequence[Callable[[], Tensor]], density: float) -> Tensor:

@@ -20,7 +20,7 @@ from lightning_sparse import (
 from lightning_sparse.sparsifiers.protocol import in_order, require_marks
 from lightning_sparse.sparsifiers.top_k import kth_largest_magnitude
 from tests.unit.buckets import DTYPES, buckets, values
-from tests.unit.sparsifiers.test_sparsifiers import exact_k
+from tests.unit.sparsifiers.test_sparsifiers import DENSITIES, expected_k
 
 NAN, INF = float("nan"), float("inf")
 
@@ -48,13 +48,13 @@ def test_the_kth_largest_magnitude_equals_that_of_a_sort(parts, data):
     torch.testing.assert_close(found, together[k - 1], rtol=0, atol=0, equal_nan=True)
 
 
-@given(steps(), st.floats(0.001, 1))
+@given(steps(), DENSITIES)
 def test_top_k_of_the_model_selects_the_largest_of_all_buckets_together(parts, density):
     """And all values that equal the last of them, but no zeros."""
     before = torch.cat(parts)
     magnitudes = before.abs().nan_to_num(INF, INF)
-    last = magnitudes.sort(descending=True).values[exact_k(density, len(magnitudes)) - 1]
-    sparsifier = TopK(density, granularity="model")
+    last = magnitudes.sort(descending=True).values[expected_k(density, len(magnitudes)) - 1]
+    sparsifier = TopK(float(density), granularity="model")
     assert sparsifier.needs_survey
     sparsifier.begin_step(0, 0)
     sparsifier.survey(whole(parts))
@@ -75,18 +75,18 @@ def test_a_new_step_forgets_the_magnitude_of_the_last():
     assert sparsifier.select(bucket / 2, layout_of(2)).indices.tolist() == [1]
 
 
-@given(buckets(), st.floats(0.001, 1), st.booleans())
+@given(buckets(), DENSITIES, st.booleans())
 def test_random_k_selects_k_of_each_layer_and_all_non_finite_values(bucket, density, same_on_all):
     layout, compensated = bucket
-    indices, selected = RandomK(density, same_on_all=same_on_all).select(compensated, layout)
+    indices, selected = RandomK(float(density), same_on_all=same_on_all).select(compensated, layout)
     torch.testing.assert_close(selected, compensated[indices], rtol=0, atol=0, equal_nan=True)
     assert bool((indices.diff() > 0).all())
     not_finite = set(compensated.isfinite().logical_not().nonzero().flatten().tolist())
     assert not_finite <= set(indices.tolist())
     for _, start, end in layout.spans():
-        k = exact_k(density, end - start) if end > start else 0
+        k = expected_k(density, end - start) if end > start else 0
         assert k <= sum(start <= index < end for index in indices.tolist())
-    assert len(indices) <= sum(exact_k(density, size) for size in layout.sizes if size) + len(not_finite)
+    assert len(indices) <= sum(expected_k(density, size) for size in layout.sizes if size) + len(not_finite)
 
 
 def chosen(sparsifier, step, rank, layout):
