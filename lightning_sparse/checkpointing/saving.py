@@ -108,9 +108,8 @@ def kinds_of(averager: Averager, worker_state: WorkerState) -> tuple[str, ...]:
     """Return the kinds of a worker's tensors that a checkpoint contains."""
     if worker_state == "full" and averager.kind == "drifts":
         return "weights", "unsent"
-    is_kept = worker_state == "full" or not isinstance(
-        averager, ShardGradientAverager
-    )  # parts of shards are not averaged
+    averages_parts = not isinstance(averager, ShardGradientAverager)  # parts of shards are not averaged
+    is_kept = worker_state == "full" or averages_parts
     return ("unsent",) if averager.has_own_state and is_kept else ()
 
 
