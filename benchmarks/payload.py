@@ -35,9 +35,8 @@ from benchmarks.network_lab.workers import MARK, read_results
 from lightning_sparse.exchange.exchange import Exchange
 from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.reduce_scatter import slice_bounds
-from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NUM_SELECTED
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.selection.statistics import FIXED_FIELDS
+from lightning_sparse.selection.statistics import FIXED_FIELDS, SLOTS
 from lightning_sparse.sparsifiers.protocol import Selection
 
 RESNET_18 = 11_173_962
@@ -49,9 +48,9 @@ VARIATION = 0.03
 def exchange_once(exchange: Exchange, selection: Selection, out: Tensor, wire: Wire) -> int:
     """Exchange a bucket like the communication hook and return the bytes passed to collectives. Collective."""
     header = torch.zeros(FIXED_FIELDS, dtype=torch.float64)
-    header[NUM_SELECTED] = selection.indices.numel()
+    header[SLOTS["selected"]] = selection.indices.numel()
     bounds = torch.tensor(slice_bounds(out.numel(), exchange.workers.num_workers))
-    header[LARGEST_SLICE] = torch.searchsorted(selection.indices, bounds).diff().amax()
+    header[SLOTS["largest_slice"]] = torch.searchsorted(selection.indices, bounds).diff().amax()
     transfer = exchange.new_transfer(0, wire, header.numel(), out, is_last=True)
     if transfer.payload is None:
         out.zero_()

@@ -11,7 +11,7 @@ If the last bucket is gathered, its payload carries the headers of all buckets. 
 follows.
 """
 
-from collections.abc import Iterator
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -25,7 +25,7 @@ from lightning_sparse.exchange.routes.cost_model import Costs, Forecast, Route, 
 from lightning_sparse.exchange.routes.dense import DenseTransfer, QuantisedDenseTransfer, wire_of_sums
 from lightning_sparse.exchange.routes.gather import GatherTransfer, PayloadCoalescer
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer, slice_elements
-from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NUM_SELECTED, Transfer
+from lightning_sparse.exchange.routes.transfer import Largest, Transfer
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import Pending, Workers, use_batch_scheduling, wait_for_threads_at_exit
 
@@ -162,7 +162,7 @@ class Exchange:
         """Issue the first collective of a transfer that the caller has filled.
 
         The header holds this worker's numbers of the bucket: float64, shape (H,); its first three fields are
-        NUM_SELECTED, LARGEST_SLICE and NON_FINITE.
+        those of ``Largest``.
         """
         self._transfers.append(transfer)
         self._headers.append(header)
@@ -189,12 +189,16 @@ class Exchange:
         wait_for_copy = copy_to_host(self._gather(numbers))
         for transfer in transfers:
             transfer.complete()
-        *headers, sizes = torch.split(wait_for_copy(), [*lengths, num_sizes], dim=1)
-        columns: Iterator[list[int]] = iter(sizes.T.long().tolist())
-        for transfer, header, size in zip(transfers, headers, local_sizes, strict=True):
-            all_sizes = [] if size is None else next(columns)
-            transfer.second_round(header, all_sizes)
-            self._update_forecasts(transfer, header, all_sizes)
+        table = wait_for_copy()
+        headers = list(torch.split(table, [*lengths, num_sizes], dim=1)[:-1])
+        # As Python's numbers, and for all buckets at once: operators on a few numbers in tensors take long.
+        maxima = table.amax(0).tolist()
+        sizes, starts = iter(maxima[sum(lengths) :]), accumulate(lengths, initial=0)
+        for transfer, header, start, size in zip(transfers, headers, starts, local_sizes, strict=False):
+            selected, of_slice, non_finite = map(int, maxima[start : start + 3])
+            largest = Largest(selected, of_slice, non_finite, 0 if size is None else int(next(sizes)))
+            transfer.second_round(largest, header)
+            self._update_forecasts(transfer, largest)
         for transfer in transfers:
             transfer.finish()
         sent_bytes = sum(transfer.sent_bytes for transfer in transfers)
@@ -217,15 +221,14 @@ class Exchange:
         known = speeds(self.link_gbit_s, on_gpu=on_gpu, is_one_node=self._is_one_node)
         return costs.cheapest(selected.last, largest_slice, known)
 
-    def _update_forecasts(self, transfer: Transfer, header: Tensor, sizes: list[int]) -> None:
+    def _update_forecasts(self, transfer: Transfer, largest: Largest) -> None:
         if not transfer.is_typical:
             return
-        key, largest = (transfer.bucket, transfer.format.num_elements), header.amax(0)
-        seen = {"selected": int(largest[NUM_SELECTED])}
+        key, seen = (transfer.bucket, transfer.format.num_elements), {"selected": largest.selected}
         if self.counts_slices and transfer.payload is not None:
-            seen["slices"] = int(largest[LARGEST_SLICE])
+            seen["slices"] = largest.slice
         if isinstance(transfer, ReduceScatterTransfer):
-            seen["unions"] = max(sizes)  # also a size beyond the capacity, for the next step
+            seen["unions"] = largest.size  # also a size beyond the capacity, for the next step
         for name, count in seen.items():
             self._forecasts[name][key] = self._forecasts[name].get(key, Forecast.first(0)).after(count)
 

@@ -47,7 +47,7 @@ def _count(name: str, **columns: Any) -> Statistic:
 
 
 STATISTICS = (
-    # The exchange reads the first three from the header (NUM_SELECTED, LARGEST_SLICE and NON_FINITE).
+    # The exchange reads the first three from the header (``Largest``).
     _count("selected", in_header=True, per_layer=True, workers="sum", shards=True, exchanges=True, logged="density"),
     _count("largest_slice", in_header=True),
     _count("non_finite", in_header=True, workers="sum", shards=True, exchanges=True),

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes.adding import add_selection, average
 from lightning_sparse.exchange.routes.cost_model import Costs
-from lightning_sparse.exchange.routes.transfer import NUM_SELECTED, Rows, Transfer
+from lightning_sparse.exchange.routes.transfer import NUM_SELECTED, Largest, Rows, Transfer
 from lightning_sparse.exchange.workers import Pending
 from lightning_sparse.kernels.launching import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
@@ -171,14 +171,14 @@ class GatherTransfer(Transfer):
             return rows[:, :num_bytes].contiguous().view(torch.float64)
         return torch.stack([row[:num_bytes] for row in rows]).view(torch.float64)
 
-    def second_round(self, header: Tensor, sizes: list[int]) -> None:
+    def second_round(self, largest: Largest, header: Tensor) -> None:
         """Send the coordinates beyond the capacity; usually there are none."""
-        self._counts: list[int] = header[:, NUM_SELECTED].long().tolist()
         rows = self._wait_for_payloads()
         self.sent_bytes += rows.shape[1] if isinstance(rows, Tensor) else sum(row.numel() for row in rows) // len(rows)
-        largest_overflow = max(self._counts) - self.capacity
+        largest_overflow = largest.selected - self.capacity
         if largest_overflow <= 0:
             return
+        self._counts: list[int] = header[:, NUM_SELECTED].long().tolist()
         self._is_averaged, self.take_payloads = False, None
         self.out.zero_()
         count = self._counts[self.workers.rank]

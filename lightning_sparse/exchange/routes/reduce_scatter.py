@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS, PayloadFormat
 from lightning_sparse.exchange.routes.adding import average, concatenate
 from lightning_sparse.exchange.routes.gather import GatherTransfer
-from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE, NON_FINITE, NUM_SELECTED
+from lightning_sparse.exchange.routes.transfer import Largest
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.sparsifiers.protocol import Selection
 
@@ -112,18 +112,18 @@ class ReduceScatterTransfer(GatherTransfer):
             self.out.copy_(self._averages[: self.out.numel()])
         self._is_averaged = True
 
-    def second_round(self, header: Tensor, sizes: list[int]) -> None:
+    def second_round(self, largest: Largest, header: Tensor) -> None:
         """Restart as a gather of payloads if a capacity was exceeded."""
-        exceeded = (header[:, LARGEST_SLICE] > self.slice_capacity) | (header[:, NUM_SELECTED] > self.capacity)
-        is_exceeded = bool(exceeded.any()) or (self._is_sparse and max(sizes) > self._average_capacity)
+        is_exceeded = largest.slice > self.slice_capacity or largest.selected > self.capacity
+        is_exceeded |= self._is_sparse and largest.size > self._average_capacity
         if self.thresholds_sums:  # the residuals hold all finite values that exceeded a capacity
-            if is_exceeded and header[:, NON_FINITE].any():
+            if is_exceeded and largest.non_finite:
                 self.out[:1] = nan
         elif is_exceeded:
             self._is_averaged = False
             self.out.zero_()
             super().start()
-            super().second_round(header, sizes)
+            super().second_round(largest, header)
 
     def _pack(self, slices: Tensor) -> None:
         """Copy the payload's coordinates into one payload per slice, without waiting for the device."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +13,17 @@ from lightning_sparse.exchange.workers import Pending, Workers
 from lightning_sparse.sparsifiers.protocol import Selection
 
 Rows = Tensor | list[Tensor]  # the payloads of all workers: shape (n, bytes), or of different sizes
-NUM_SELECTED, LARGEST_SLICE, NON_FINITE = range(3)
-"""The header fields of the exchange: k, the largest number of coordinates in any of n equal slices, and the number of
-values that are not finite."""
+NUM_SELECTED = 0
+"""The header field that holds k."""
+
+
+class Largest(NamedTuple):
+    """The largest numbers of any worker for a bucket. The first three are the first fields of a header."""
+
+    selected: int  # k
+    slice: int  # the coordinates in any of n equal slices
+    non_finite: int  # the values that are not finite
+    size: int  # the result of ``prepare``, else 0
 
 
 @dataclass(eq=False, repr=False)
@@ -81,12 +90,12 @@ class Transfer:
     def complete(self) -> None:
         """Enqueue the usual last operations on a GPU, so that the device does not wait for the host."""
 
-    def second_round(self, header: Tensor, sizes: list[int]) -> None:
+    def second_round(self, largest: Largest, header: Tensor) -> None:
         """Issue collectives that need the headers: none in most steps.
 
         Args:
+            largest: the largest numbers of any worker.
             header: all workers' headers of this bucket on the CPU, shape (n, H).
-            sizes: the results of ``prepare`` on all workers.
         """
 
     def finish(self) -> None:

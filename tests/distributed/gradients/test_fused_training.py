@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse import DriftOptions, GradientOptions, HardThreshold, SparseModelAverager, register_comm_hook
 from lightning_sparse.engine import warmup
 from lightning_sparse.exchange.routes import adding, gather
-from lightning_sparse.exchange.routes.transfer import LARGEST_SLICE
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.kernels import launching
 from lightning_sparse.selection import extraction, fused_threshold
+from lightning_sparse.selection.statistics import SLOTS
 from lightning_sparse.sparsifiers.protocol import LayerLayout
 from tests.distributed.test_against_simulation import THRESHOLD
 from tests.distributed.training import build_batches, build_model, train
@@ -176,7 +176,7 @@ if INTERPRETED:
         layers = len(layout.names)
         if capacity < 400:
             # Values beyond the capacity stay in their layers; slices do not count them, since the exchange restarts.
-            header[LARGEST_SLICE], cpu[2][LARGEST_SLICE] = 0, 0
+            header[SLOTS["largest_slice"]] = cpu[2][SLOTS["largest_slice"]] = 0
             torch.testing.assert_close(header[:-layers], cpu[2][:-layers], rtol=1e-5, atol=1e-9, equal_nan=True)
         else:
             torch.testing.assert_close(header, cpu[2], rtol=1e-5, atol=1e-9, equal_nan=True)
