@@ -32,19 +32,24 @@ class Calibrator:
         self._sparsifier: HardThreshold | None = None
         if isinstance(sparsifier, HardThreshold) and not isinstance(sparsifier, Dense):
             self._sparsifier = sparsifier
+        self._given: float | None = None
+        if self._sparsifier is not None and self._sparsifier.density is None:
+            self._given = self._sparsifier.threshold
         self._name = type(sparsifier).__name__
         self._logs = logs
         self._options = options
         self.begin()
 
     def begin(self) -> None:
-        """Discard a calibrated λ and start a new calibration."""
+        """Return to the given λ, or start a new calibration."""
         self._running: ThresholdCalibration | None = None
         self._controls: dict[str, DensityControl] = {}  # by layer, "" is the model
         self._unconfirmed: StepStats | None = None
         sparsifier = self._sparsifier
-        if sparsifier is not None and sparsifier.density is not None:
-            sparsifier.fix_threshold(None)
+        if sparsifier is None:
+            return
+        sparsifier.fix_threshold(self._given)
+        if sparsifier.density is not None:
             self._running = ThresholdCalibration(sparsifier.density, sparsifier.calibration_steps, sparsifier.overshoot)
 
     @property

@@ -5,10 +5,9 @@ an exception or a signal while others wait in a step for its gradients. A collec
 receive the message of a step. So workers wait for each other through the store first::
 
     worker k                                         rank 0
-    writes its status and its arrival         ──▶    polls until all workers arrive or patience ends
-                                                     takes each arrived worker, which then may not leave
-    waits for the verdict                     ◀──    all have the same status: go; else: the reason
-    … or leaves, if rank 0 did not take it in time
+    writes its status and its arrival         ──▶    polls until all workers have arrived or patience ends
+    waits for the verdict                            takes each worker, which then may not leave
+    … or leaves, if rank 0 has not taken it   ◀──    all taken, with the same status: go; else: the reason
 
 Keys contain the set-up, the worker and the number of its attempt, so that no worker reads keys of a failed attempt.
 """
@@ -114,38 +113,50 @@ class SaveBarrier:
         self._store.set(f"{self._workers.rank}/came", json.dumps([attempt, status, self._generation]))
         has_verdict = partial(self._store.check, [f"{attempt}/verdict"])
         if not _wait_until(has_verdict, patience):
-            if self._store.add(f"{attempt}/taken", 1) == 1:
-                return "rank 0 did not reach the save"
-            if not _wait_until(has_verdict, patience):  # rank 0 took this worker just now
+            if self._store.add(f"{attempt}/end", 1) == 1:
+                return f"rank 0 did not reach the save, or waited for other ranks, within {patience:g} s"
+            if not _wait_until(has_verdict, PATIENCE):  # rank 0 took this worker just now
                 return "rank 0 reached the save and left"
         verdict: str | None
         verdict, self._generation = json.loads(self._store.get(f"{attempt}/verdict"))
         return verdict
 
     def _decide(self, status: dict[str, Any], patience: float) -> str | None:
-        taken: dict[int, tuple[str, dict[str, Any]]] = {}
         others = range(1, self._workers.num_workers)
+        arrived: dict[int, tuple[str, dict[str, Any]]] = {}  # attempt and status
+
+        def has_ended(attempt: str) -> bool:
+            return self._store.check([f"{attempt}/end"])
 
         def have_all_arrived() -> bool:
             for rank in others:
-                if rank not in taken and self._store.check([f"{rank}/came"]):
+                if rank not in arrived and self._store.check([f"{rank}/came"]):
                     attempt, other_status, generation = json.loads(self._store.get(f"{rank}/came"))
                     self._generation = max(self._generation, generation)
-                    if self._store.add(f"{attempt}/taken", 1) == 1:
-                        taken[rank] = attempt, other_status
-            return len(taken) == len(others)
+                    if not has_ended(attempt):
+                        arrived[rank] = attempt, other_status
+            if len(arrived) < len(others):
+                return False
+            left = [rank for rank, (attempt, _) in arrived.items() if has_ended(attempt)]
+            for rank in left:
+                del arrived[rank]  # it may come again
+            return not left
 
+        has_all = _wait_until(have_all_arrived, patience)
+        ended = {rank: self._store.add(f"{attempt}/end", 1) for rank, (attempt, _) in arrived.items()}
+        taken = {rank: status for rank, (_, status) in arrived.items() if ended[rank] == 1}
         reason = None
-        if _wait_until(have_all_arrived, patience):
-            rank = next((rank for rank in others if taken[rank][1] != status), None)
+        if len(taken) == len(others):
+            rank = next((rank for rank in others if taken[rank] != status), None)
             if rank is not None:
-                reason = f"workers are at different points: rank 0 at {status}, rank {rank} at {taken[rank][1]}"
+                reason = f"workers are at different points: rank 0 at {status}, rank {rank} at {taken[rank]}"
         else:
             absent = [str(rank) for rank in others if rank not in taken]
             names = ", ".join(absent[:8]) + ", …" * (len(absent) > 8)
-            reason = f"rank{'s' * (len(absent) > 1)} {names} did not reach the save within {patience:g} s"
-        for attempt, _ in taken.values():
-            self._store.set(f"{attempt}/verdict", json.dumps([reason, self._generation]))
+            when = "left" if has_all else f"did not reach the save within {patience:g} s"
+            reason = f"rank{'s' * (len(absent) > 1)} {names} {when}"
+        for rank in taken:
+            self._store.set(f"{arrived[rank][0]}/verdict", json.dumps([reason, self._generation]))
         return reason
 
 

@@ -73,12 +73,13 @@ class Pending:
         Raises:
             LostWorkerError: a work failed.
         """
-        works, self._works = self._works, []
-        for work, peer in works:
+        while self._works:
+            work, peer = self._works[0]
             try:
                 work.wait()
             except RuntimeError as error:
                 raise LostWorkerError(peer, error) from error
+            del self._works[0]
 
 
 @dataclass(frozen=True)
@@ -216,11 +217,12 @@ class Workers:
         sent = [(dist.isend, parts[other], self.global_ranks[other]) for other in others]
         received = [(dist.irecv, outputs[other], self.global_ranks[other]) for other in reversed(others)]
         messages = sent + received if parts[0].nbytes <= SMALL_MESSAGE_BYTES else received + sent
-        works = []
+        works: list[tuple[dist.Work | None, int | None]] = []
         for start, tensor, peer in messages:
             try:
                 works.append((start(tensor, peer, group=self.group, tag=TAG), peer))
             except RuntimeError as error:
+                Pending(works)  # started messages still arrive
                 raise LostWorkerError(peer, error) from error
         own = parts[self.rank]
         outputs[self.rank][: own.numel()].copy_(own)

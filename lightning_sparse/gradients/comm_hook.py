@@ -1,6 +1,5 @@
-"""Registration of DDP's communication hook, and ``DistributedDataParallel.join``."""
+"""Registration of DDP's communication hook."""
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -116,7 +115,7 @@ def attach(
         state.warm_up(is_scaled=grad_scaler is not None and grad_scaler.is_enabled())
     ddp_module.register_comm_hook(state, sparse_hook)
     state.pending_gradients.follow(ddp_module)
-    follow_join(ddp_module, state)
+    vars(ddp_module)["join_hook"] = _refuse_join
     return state
 
 
@@ -142,45 +141,9 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module if inner is None else _unwrapped(inner)
 
 
-class SparseJoinHook(JoinHook):
-    """DDP's ``Join`` hook for workers without more batches, which also notifies the state.
-
-    A worker without batches sends zeros in each exchange and keeps its residual for its next backward. It takes no
-    step, so sent values would be rolled back and sent again. It also does not observe the steps of other workers, on
-    which λ and the step number depend. At the end, it receives both from a worker that observed these steps.
-    """
-
-    def __init__(self, hook: JoinHook, state: DDPGradientAverager, device: torch.device) -> None:
-        self._hook, self._state, self._device = hook, state, device
-
-    def main_hook(self) -> None:
-        """Join a step of the workers that still have batches."""
-        self._state.is_idle = True
-        try:
-            self._hook.main_hook()
-        finally:
-            self._state.is_idle = False
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """End the context on all workers, with the weights of a worker that finished last."""
-        self._hook.post_hook(is_last_joiner)
-        with torch.accelerator.device_index(self._device.index):
-            self._state.catch_up(is_source=is_last_joiner)
-
-
-def follow_join(module: DistributedDataParallel, state: DDPGradientAverager) -> None:
-    """Notify the state of all later ``Join`` contexts of this module."""
-    module_reference, state_reference = weakref.ref(module), weakref.ref(state)  # avoids a reference cycle
-
-    def join_hook(**options: Any) -> JoinHook:
-        if not options.get("divide_by_initial_world_size", True):
-            raise ValueError(
-                "Invalid divide_by_initial_world_size=False. Must be True: with a communication hook, averages include "
-                "all workers, even those without batches."
-            )
-        module, state = module_reference(), state_reference()
-        assert module is not None, "the caller holds it"
-        hook = type(module).join_hook(module, **options)  # type: ignore[no-untyped-call]
-        return hook if state is None else SparseJoinHook(hook, state, module.device)
-
-    vars(module)["join_hook"] = join_hook
+def _refuse_join(**_: Any) -> JoinHook:
+    # A worker without batches observes no steps, so its λ and other state would differ.
+    raise RuntimeError(
+        "torch's Join is not supported with a sparse exchange. Give all workers equally many batches, for example with "
+        "DistributedSampler(dataset, drop_last=True)."
+    )

@@ -24,7 +24,6 @@ from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
-from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.buckets import AverageFuture, DDPBuckets
@@ -53,12 +52,10 @@ class DDPGradientAverager(Averager):
         residuals: unsent values.
         pending_gradients: commits changes of residuals or rolls them back.
         save_barrier: lets workers wait for each other before rank 0 saves a checkpoint.
-        is_idle: whether this worker has no more batches; see ``SparseJoinHook``.
     """
 
     kind = "gradients"
     _committed_numbers: dict[str, Any]
-    is_idle = False
     _advice_for_others = "give residuals.load_state_dict the mean of all files' residuals"
 
     def __init__(
@@ -200,15 +197,12 @@ class DDPGradientAverager(Averager):
     def _prepare(self, bucket: FlatBucket) -> None:
         """Give a bucket its residual, and leave unused gradients out."""
         layout, gradient = bucket.layout, bucket.gradient
-        if self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
+        if self._bucket_names and self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
             self._engine.exchange.buffers.forget()  # buckets have other sizes
         self._is_moving = True  # a signal may save a checkpoint while residuals are copied to a new layout
         bucket.residual = self.residuals.bucket(bucket.index, layout, gradient)
         self._is_moving = False
-        if self.is_idle:  # the buffer holds zeros, and no old gradients
-            unused = {name: (start, end) for name, start, end in layout.spans()}
-        else:
-            unused = self._use.set_aside(layout, gradient)
+        unused = self._use.set_aside(layout, gradient)
         self._unused.update(unused)
         bucket.left_out, bucket.loss_scale = list(unused.values()), self._scale
         bucket.notes = self._use.marks(layout, gradient.device)
@@ -241,26 +235,11 @@ class DDPGradientAverager(Averager):
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()
-        # The exchange counts once an optimizer steps. An idle worker observes no steps: count the exchange now.
-        self._engine.end_step(extra_bytes=extra_bytes, counts=self.is_idle)
+        self._engine.end_step(extra_bytes=extra_bytes, counts=False)  # it counts once an optimizer steps
 
     def _note_numbers(self) -> None:
         """Store the numbers of the committed step for checkpoints."""
         self._committed_numbers = {**self._engine.numbers(), "layout": self._bucket_names}
-
-    def catch_up(self, *, is_source: bool) -> None:
-        """Receive committed numbers from a worker that observed all steps, the source. Collective."""
-        known: Any = None
-        if is_source:
-            running = self._engine.snapshot()
-            running.history["sparsifier"] = self._engine.sparsifier.state_dict(self._committed_numbers["next_step"])
-            known = self._committed_numbers, running
-        received = next(filter(None, gather_objects(known, self.workers.group)))
-        if not is_source:
-            last_step = self._engine.last_step
-            self._committed_numbers, running = received
-            self._engine.restore(running)
-            self._engine.last_step = last_step  # this worker took part in every exchange
 
     def _count_step(self, names: set[str]) -> None:
         self._engine.calibrator.confirm(names)

@@ -55,7 +55,8 @@ class PendingGradients(StepObserver):
 
     Attributes:
         pending: names of parameters for which a backward of this worker is pending.
-        is_stepping: whether an optimizer's step runs, which may call backward several times and keep the last (LBFGS).
+        is_stepping: whether a step on these parameters runs. It may call backward several times and keep the last
+            (LBFGS).
         step_receivers: called after every step on these parameters, with the names of parameters for which any worker
             had a gradient; the same on all workers.
         on_drop: called after a roll-back with the names of the parameters without a gradient.
@@ -66,6 +67,7 @@ class PendingGradients(StepObserver):
         self.step_receivers: list[Callable[[set[str]], None]] = []
         self.on_drop: Callable[[set[str]], None] = lambda _: None
         self._parameters = {name: parameter for parameter, name in parameters.items()}
+        self._names = {id(parameter): name for parameter, name in parameters.items()}
         self._memories = memories
         self.pending: set[str] = set()
         self._pending_anywhere: set[str] = set()
@@ -240,7 +242,7 @@ class PendingGradients(StepObserver):
         return zero & written if zero - were_zero or written <= zero else set()
 
     def _step_begins(self, optimizer: Optimizer, _: Arguments) -> None:
-        self.is_stepping = True
+        self.is_stepping |= bool(self._owned_by(optimizer))
         if self._unexchanged is not None and (name := self._unexchanged.first(optimizer)) is not None:
             rank_zero_warn(
                 f"lightning_sparse: an optimizer steps on {name!r}, which DDP does not exchange, so it differs between "
@@ -250,18 +252,23 @@ class PendingGradients(StepObserver):
             self._unexchanged = None
 
     def _step_ends(self, optimizer: Optimizer) -> None:
+        owned = self._owned_by(optimizer)
+        if not owned:
+            return
         self.is_stepping = False
-        ids = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-        owned = {name for name, parameter in self._parameters.items() if id(parameter) in ids}
         # A fused optimizer reads an overflow from found_inf and skips the step itself.
         found_inf = getattr(optimizer, "found_inf", None)
-        if not owned or (isinstance(found_inf, Tensor) and bool(found_inf)):
+        if isinstance(found_inf, Tensor) and bool(found_inf):
             return
         self._owners.update(dict.fromkeys(owned, id(optimizer)))
         # An optimizer skips parameters without a gradient. Some optimizers drop gradients after the update.
         stepped = {name for name in self.pending & owned if not self._was_skipped(name)}
         self._change(stepped, commits=True)
         self._end_step(self._pending_anywhere & owned)
+
+    def _owned_by(self, optimizer: Optimizer) -> set[str]:
+        weights = (id(weight) for group in optimizer.param_groups for weight in group["params"])
+        return {self._names[weight] for weight in weights if weight in self._names}
 
     def _was_skipped(self, name: str) -> bool:
         parameter, mark = self._parameters[name], self._marks.get(name)

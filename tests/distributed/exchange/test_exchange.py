@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 from unittest import mock
@@ -21,7 +22,7 @@ from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import gather
 from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.wire import Wire
-from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.exchange.workers import LostWorkerError, Pending, Workers
 from lightning_sparse.selection.statistics import FIXED_FIELDS
 from lightning_sparse.sparsifiers.protocol import Selection
 from tests.integration.faults.unwatched_workers import wait_until
@@ -334,6 +335,36 @@ def test_a_save_barrier_names_the_different_points_of_workers():
     rank = dist.get_rank()
     reason = SaveBarrier(Workers(None, rank, 2)).wait({"progress": rank}, 60.0)
     assert reason == "workers are at different points: rank 0 at {'progress': 0}, rank 1 at {'progress': 1}"
+
+
+@on_workers(3)
+def test_a_save_does_not_count_a_worker_that_has_left():
+    rank = dist.get_rank()
+    barrier = SaveBarrier(Workers(None, rank, 3))
+    if rank == 1:
+        assert "rank 0 did not reach the save" in barrier.wait({}, 0.2)
+        time.sleep(1.5)
+    elif rank == 2:
+        time.sleep(1.0)
+    assert barrier.wait({}, 30.0) is None  # of rank 1, its second attempt
+
+
+def test_works_after_a_failed_one_are_kept():
+    class Work:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def wait(self):
+            if self.fails:
+                raise RuntimeError("Connection closed by peer")
+
+    works = [(Work(False), 1), (Work(True), 2), (Work(False), 3)]
+    pending = Pending(works)
+    with pytest.raises(LostWorkerError, match="rank 2 ended"):
+        pending.wait()
+    abandoned = []
+    pending.__del__(abandoned)
+    assert abandoned == [works[1:]]
 
 
 def test_batched_messages_gather_the_same_tensors_on_rank_0():

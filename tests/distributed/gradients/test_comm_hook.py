@@ -64,6 +64,8 @@ def test_register_comm_hook_rejects_unsuitable_modules_and_options():
     state.close()
     with pytest.raises(RuntimeError, match="The state was closed"):
         registered(torch.ones(2)).sum().backward()
+    with pytest.raises(RuntimeError, match="Join is not supported with a sparse exchange"):
+        registered.join()
     ignored = {"sparse": torch.nn.Embedding(2, 2, sparse=True), "elsewhere": torch.nn.Embedding(2, 2, device="meta")}
     ignoring = torch.nn.ModuleDict(ignored | {"linear": torch.nn.Linear(2, 2)})
     ignoring._ddp_params_and_buffers_to_ignore = ["sparse.weight", "elsewhere.weight"]

@@ -114,23 +114,20 @@ class Oracle:
 
     # Steps of the algorithm.
 
-    def exchange(self, used: set[str], *, is_active: bool = True) -> bool:
-        """Return whether any worker is still active; an idle worker only answers the others (``Join``)."""
-        flags = torch.tensor([float(is_active)] + [float(name in used) for name in self.parameters])
+    def exchange(self, used: set[str]) -> None:
+        flags = torch.tensor([float(name in used) for name in self.parameters])
         dist.all_reduce(flags)
-        if not flags[0]:
-            return False
-        shared = [name for name, flag in zip(self.parameters, flags[1:].tolist(), strict=True) if flag]
-        old = {name: is_active and name not in used for name in shared}
+        shared = [name for name, flag in zip(self.parameters, flags.tolist(), strict=True) if flag]
+        old = {name: name not in used for name in shared}
         compensated = {
             name: self._pending.get(name, self.committed[name])
-            + real(self._gradient(name, is_active and not old[name])) / self._scale()
+            + real(self._gradient(name, not old[name])) / self._scale()
             for name in shared
         }
         added = torch.cat([real(self._gradient(name, old[name])).flatten() for name in shared])
         dist.all_reduce(added)
         flat = torch.cat([tensor.flatten() for tensor in compensated.values()])
-        is_sent = self._select(flat) & is_active  # an idle worker keeps its residual
+        is_sent = self._select(flat)
         out = torch.where(is_sent, flat, 0)
         outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
         dist.all_gather(outs, out)
@@ -154,17 +151,6 @@ class Oracle:
         self.held += int(rest.count_nonzero())
         self.offered += is_sent.numel()
         self.num_exchanges += 1
-        return True
-
-    def answer_others(self) -> None:
-        """Join exchanges without gradients while others have batches; then all take the weights of the last worker."""
-        num_answers = 0
-        while self.exchange(set(), is_active=False):
-            num_answers += 1
-        last = torch.tensor(-1.0 if num_answers else float(dist.get_rank()))
-        dist.all_reduce(last, dist.ReduceOp.MAX)
-        for parameter in self.parameters.values():
-            dist.broadcast(parameter.detach(), int(last))
 
     def _gradient(self, name: str, is_part: bool) -> Tensor:
         gradient = self.parameters[name].grad

@@ -204,20 +204,6 @@ def two_modules(world: World) -> None:
             optimizer.step()
 
 
-def uneven_inputs(world: World) -> None:
-    module = world.wrap(Classifier())
-    optimizer = nesterov(module.parameters())
-    world.watch(optimizer)
-    with world.join(module):
-        for batch in batches(BATCHES - 4 * dist.get_rank()):
-            usual(world, module, optimizer, batch, 0)
-
-
-def joined(runs: list[Run]) -> None:
-    assert [len(run.stepped_on) for run in runs] == [BATCHES, BATCHES - 4]
-    torch.testing.assert_close(runs[0].state, runs[1].state, rtol=0, atol=0)
-
-
 def clamps() -> nn.Module:
     model = Classifier()
     for parameter in model.parameters():
@@ -302,5 +288,4 @@ ROWS = {
     "plain failing local backward": Row(loops(continues_after_local_failure), failed_and_continued, rolls_back=True),
     "plain copies of the weights": Row(updates_a_copy, every_batch),
     "plain two modules": Row(two_modules, partial(stepped, 2 * BATCHES)),
-    "plain uneven inputs": Row(uneven_inputs, joined, leaves_out=True),
 }

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -157,17 +156,6 @@ class World:
             for _, oracle in self._oracles:
                 stack.enter_context(oracle.no_sync())
             yield
-
-    @contextmanager
-    def join(self, module: nn.Module) -> Iterator[None]:
-        """``Join`` for loops of unequal length."""
-        if self.kind != "oracle":
-            with Join([module]):
-                yield
-            return
-        yield
-        [(_, oracle)] = self._oracles
-        oracle.answer_others()
 
     def watch(self, *optimizers: Optimizer) -> None:
         """Record the gradients of each step, and notify the oracle of steps."""

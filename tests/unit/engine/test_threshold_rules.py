@@ -29,6 +29,15 @@ def test_a_density_of_one_sends_everything_and_calibrates_nothing():
     assert not calibrator.is_running
 
 
+@pytest.mark.parametrize("options", [{"threshold": 1.0}, {"density": 0.1}])
+def test_a_reset_forgets_a_threshold_that_was_set(options):
+    calibrator = Calibrator(HardThreshold(**options), ExchangeOptions(), logs=False)
+    before = calibrator.state_dict()
+    calibrator.set_threshold(5.0)
+    calibrator.begin()
+    assert calibrator.state_dict() == before
+
+
 @pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
 def test_an_endless_calibration_warns_once(squared_norm):
     def endless():
