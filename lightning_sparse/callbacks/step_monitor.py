@@ -69,7 +69,7 @@ class StepMonitor(Callback, ABC):
         self._add_new()
         # In every batch, because Lightning drops earlier logs at the end of an epoch. Barebones, it warns about logs.
         if self._totals and not trainer.barebones:
-            self._log.log(pl_module, self._name, self.total())
+            self._log.log(pl_module, {self._name: self.total()})
         # Lightning logs a batch only if it is the last of a step.
         accumulates = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
         is_logged = trainer._logger_connector.should_update_logs and not accumulates

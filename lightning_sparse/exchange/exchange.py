@@ -129,11 +129,12 @@ class Exchange:
         n, num_elements = self.workers.num_workers, out.numel()
         key = (bucket, num_elements)
         fields = sum(header.numel() for header in self._headers) + header_fields if is_last else 0
-        common = (bucket, PayloadFormat(num_elements, wire, fields), out, self.workers, self.buffers, by_senders)
+        payload_format = PayloadFormat(num_elements, wire, fields)
+        common = (bucket, payload_format, out, self.workers, self.buffers, by_senders)
         if n == 1 and self.has_shortcut:
             return Transfer(*common)
         is_empty = num_elements == 0  # a payload of no bytes has no views
-        fixed_bytes = PayloadFormat(num_elements, wire).fixed_bytes
+        fixed_bytes = payload_format.fixed_bytes - 8 * fields
         element = wire.dtype.itemsize + wire_of_sums(wire, out.dtype, n).dtype.itemsize if wire.is_quantised else 0
         costs = Costs(n, num_elements, wire.dtype.itemsize, out.itemsize, fixed_bytes, element)
         route = "dense" if is_full or is_empty else self._route(key, costs, on_gpu=out.device.type != "cpu")
@@ -168,7 +169,7 @@ class Exchange:
         self._headers.append(header)
         is_last = transfer.format.header_fields > 0
         if is_last and type(transfer) is GatherTransfer:
-            transfer.format.parts(transfer.payload).header.copy_(torch.cat(self._headers))
+            torch.cat(self._headers, out=transfer.payload[: 8 * transfer.format.header_fields].view(torch.float64))
         transfer.start()
         if is_last:
             self._coalescer.flush()

@@ -7,6 +7,7 @@ yet. The log repeats them with the next step, unless this step has its own excha
 """
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,9 +69,7 @@ class StepLog:
                 self._log.entries[key].reset()
                 self._shown.remove(key)
         self._newest = list(steps)
-        for name, value in (step_metrics(steps) | averager.own_metrics()).items():
-            if entry := self._log.log(module, name, float(value), on_step=on_step):
-                self._shown.add(entry)
+        self._shown |= self._log.log(module, step_metrics(steps) | averager.own_metrics(), on_step=on_step)
         self._steps.clear()
 
 
@@ -87,26 +86,30 @@ class NumberLog:
     def __init__(self) -> None:
         self.entries: dict[str, Any] = {}
 
-    def log(self, module: LightningModule, name: str, value: float, *, on_step: bool = True) -> str | None:
-        """Log a number; return its key, or None for an epoch's entry."""
-        results, key = module.trainer._results, f"{module._current_fx_name}.{name}"
+    def log(self, module: LightningModule, values: Mapping[str, float], *, on_step: bool = True) -> set[str]:
+        """Log numbers by name; return their keys, without those of an epoch's entries."""
+        results, hook = module.trainer._results, module._current_fx_name
         assert results is not None
-        # For a float, Lightning makes a tensor on the device and waits. A tensor with sync_dist must be on the device.
-        tensor = torch.tensor(value, device="cpu", dtype=torch.float64)
-        if not on_step:
-            tensor = tensor.to(module.device, torch.float32)
-        is_ours = key in self.entries and self.entries[key] is results.get(key)
         is_overridden = getattr(module.log, "__func__", None) is not _LOG  # an overridden log gets every number
-        if on_step and is_ours and not is_overridden:
-            results.update_metrics(key, tensor, 1)
-            return key
-        # At the end of an epoch, Lightning warns without sync_dist. batch_size avoids a search through the batch.
-        # enable_graph differs from the default, although the tensor has no graph, so that Lightning rejects a user's
-        # metric with an equal name.
-        module.log(
-            name, tensor, enable_graph=True, on_step=on_step, on_epoch=not on_step, sync_dist=not on_step, batch_size=1
-        )
-        if not on_step or key not in results:
-            return None
-        self.entries[key] = results[key]
-        return key
+        # For a float, Lightning makes a tensor on the device and waits. A tensor with sync_dist must be on the device.
+        tensors = torch.tensor([*values.values()], device="cpu", dtype=torch.float64)
+        if not on_step:
+            tensors = tensors.to(module.device, torch.float32)
+        keys = set()
+        for name, tensor in zip(values, tensors.unbind(), strict=True):
+            key = f"{hook}.{name}"
+            if on_step and not is_overridden and key in self.entries and self.entries[key] is results.get(key):
+                results.update_metrics(key, tensor, 1)
+                keys.add(key)
+                continue
+            # At the end of an epoch, Lightning warns without sync_dist. batch_size avoids a search through the batch.
+            # enable_graph differs from the default, although the tensor has no graph, so that Lightning rejects a
+            # user's metric with an equal name.
+            is_epochs = not on_step
+            module.log(
+                name, tensor, enable_graph=True, on_step=on_step, on_epoch=is_epochs, sync_dist=is_epochs, batch_size=1
+            )
+            if on_step and key in results:
+                self.entries[key] = results[key]
+                keys.add(key)
+        return keys

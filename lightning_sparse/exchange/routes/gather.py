@@ -51,9 +51,8 @@ class Message:
         flat, payloads = self.rows.view(-1), []
         starts = [*range(0, flat.numel(), self.rows.shape[1])]
         for payload_format, size in zip(self.formats, self.sizes, strict=True):
-            capacity, last_end_at = payload_format.capacity(size), payload_format.last_end_at
-            # As Python's numbers: operators on a few numbers in tensors take five times as long.
-            counts = flat.view(torch.int32)[[(start + last_end_at) // 4 for start in starts]].tolist()
+            capacity = payload_format.capacity(size)
+            counts = [payload_format.num_selected_at(flat.data_ptr() + start) for start in starts]
             held = [payload_format.payload_bytes(min(aligned(count), capacity)) for count in counts]
             ends = [start + num_bytes for start, num_bytes in zip(starts, held, strict=True)]
             payloads.append([flat[start:end] for start, end in zip(starts, ends, strict=True)])
@@ -142,9 +141,12 @@ class GatherTransfer(Transfer):
 
     def __post_init__(self) -> None:
         self.payload: Tensor = self.take("payload", self.format.payload_bytes(self.capacity), torch.uint8)
-        self._overflow_format = PayloadFormat(self.format.num_elements, self.format.wire)
         self._overflows: list[Tensor] | None = None
         self._is_averaged = False
+
+    @cached_property
+    def _overflow_format(self) -> PayloadFormat:
+        return PayloadFormat(self.format.num_elements, self.format.wire)
 
     def start(self) -> None:
         """Hand the payload to the coalescer."""
