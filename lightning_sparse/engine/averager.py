@@ -79,7 +79,7 @@ class Averager:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds for which this worker waited after it started its last bucket."""
+        """Seconds from the start of the last bucket's exchange until this worker had all averages."""
         return self._engine.wait_seconds
 
     def own_metrics(self) -> dict[str, float]:

@@ -61,7 +61,8 @@ class Engine:
         exchange: routes payloads between the workers.
         calibrator: sets λ.
         last_step: the statistics of the last step, None before the first.
-        wait_seconds: seconds for which this worker waited in the last step after it started its last bucket.
+        wait_seconds: seconds from the start of the last bucket's exchange until all averages were complete, of the last
+            step on this worker.
         next_step: the number of the next step for the sparsifier; the caller may set it back.
         subscribers: called with the statistics of each step after its exchange; must not communicate.
         combine_shards: turns this rank's statistics into those of the whole model, if it is sharded. All ranks of a
@@ -160,8 +161,9 @@ class Engine:
     def finish(self) -> list[Tensor]:
         """End the exchange and complete all averages. Collective.
 
-        This is the step's only wait for the device. Returns all workers' notes by bucket: float64, shape (n, numbers),
-        on the CPU. Raises RuntimeError if a worker ended or stopped, with its rank if torch reports it.
+        This is the step's only wait for the device if Triton's kernels select and no payload overflows. Returns all
+        workers' notes by bucket: float64, shape (n, numbers), on the CPU. Raises RuntimeError if a worker ended or
+        stopped, with its rank if torch reports it.
         """
         begin = perf_counter()
         try:

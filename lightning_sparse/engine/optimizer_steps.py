@@ -37,9 +37,7 @@ class StepObserver(ABC):
         """Stop observing steps."""
         _observers.pop(self, None)
         if not _observers:
-            for hook in _hooks:
-                hook.remove()
-            _hooks.clear()
+            remove_hooks(_hooks)
 
     @abstractmethod
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None: ...
@@ -136,12 +134,23 @@ class ParameterStepObserver(StepObserver):
             self._end(optimizer)
         elif backward != self._awaited_backward:
             self._awaited_backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(optimizer))
+            at_end_of_backward(lambda: self._end(optimizer))
 
     def _end(self, optimizer: Optimizer) -> None:
         self._after(optimizer)
         if self.on_step is not None:
             self.on_step()
+
+
+def remove_hooks(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    """Remove hooks, and clear their list."""
+    while hooks:
+        hooks.pop().remove()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function when the running backward ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _is_inside(outer: Optimizer) -> bool:
@@ -167,16 +176,13 @@ class UnexchangedParameters:
         Args:
             optimizer: if given, only its parameters count.
         """
-        module, groups = self._module(), [] if optimizer is None else optimizer.param_groups
-        stepped = (parameter for group in groups for parameter in group["params"])
-        found = {id(stepping) for stepping in stepped if self._is_meant(stepping)}
-        if module is None or (optimizer is not None and not found):
+        if (module := self._module()) is None:
             return None
-        named = ((name, parameter) for name, parameter in module.named_parameters() if self._is_meant(parameter))
-        return next((name for name, parameter in named if optimizer is None or id(parameter) in found), None)
-
-    def _is_meant(self, parameter: Tensor) -> bool:
-        return id(parameter) not in self._exchanged and parameter.grad is not None
+        groups = [{"params": module.parameters()}] if optimizer is None else optimizer.param_groups
+        weights = [weight for group in groups for weight in group["params"]]
+        found = {id(weight) for weight in weights if id(weight) not in self._exchanged and weight.grad is not None}
+        named = module.named_parameters() if found else ()  # a walk over all parameters takes long
+        return next((name for name, parameter in named if id(parameter) in found), None)
 
 
 def changes_weights(optimizer: Optimizer) -> bool:

@@ -29,7 +29,7 @@ LAYER_ELEMENTS = 256
 def warm_up_steps(
     engine: Engine, weights: Mapping[str, Tensor], *, is_scaled: bool = False, has_unused: bool = False
 ) -> None:
-    """Run every kind of step that training has. Not collective.
+    """Run every kind of step on a GPU that training has, and load the functions for CPUs. Not collective.
 
     Does not change engine and weights.
 

@@ -4,8 +4,8 @@ DDP calls the communication hook once per bucket, in the same order on all worke
 
 1. ``new_transfer``  chooses the bucket's route by the headers of the last step, the same on all workers
 2. ``start``         issues its first collective; the exchange of early buckets overlaps with backward
-3. ``finish``        in the hook of the last bucket: reads all headers, the only synchronisation of the step with the
-                     device; issues further rounds, in order; writes all averages
+3. ``finish``        in the hook of the last bucket: reads all headers, which waits for the device;
+                     issues further rounds, in order; writes all averages
 
 If the last bucket is gathered, its payload carries the headers of all buckets. If not, a small gather of the headers
 follows.

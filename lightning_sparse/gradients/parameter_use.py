@@ -6,6 +6,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from lightning_sparse.engine.optimizer_steps import remove_hooks
 from lightning_sparse.exchange.buffers import copy_to_device
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -122,5 +123,4 @@ class ParameterUse:
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        remove_hooks(self._hooks)

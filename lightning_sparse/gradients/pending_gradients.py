@@ -9,8 +9,8 @@ and these changes must count if and only if the gradient counts:
    interrupted by an exception), the changes are *rolled back*.
 4. If the next backward finds the gradient and adds to it, the changes of both stay pending.
 
-torch calls hooks for the steps of every optimizer. A search for missing gradients runs only if a forward or a backward
-begins while changes are pending, as between two optimizers. Otherwise the only cost is storing each gradient's version.
+A search for missing gradients runs only if a forward or a backward begins while changes are pending, as between two
+optimizers. Otherwise a step costs a few microseconds per parameter.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.engine.optimizer_steps import Arguments, StepObserver, UnexchangedParameters, weak_method
+from lightning_sparse.engine.optimizer_steps import (
+    Arguments,
+    StepObserver,
+    UnexchangedParameters,
+    at_end_of_backward,
+    remove_hooks,
+    weak_method,
+)
 from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.gradients.learning_rates import LastLearningRates
 
@@ -55,8 +62,7 @@ class PendingGradients(StepObserver):
 
     Attributes:
         pending: names of parameters for which a backward of this worker is pending.
-        is_stepping: whether a step on these parameters runs. It may call backward several times and keep the last
-            (LBFGS).
+        is_stepping: whether a step on these parameters runs. LBFGS calls backward in it several times.
         step_receivers: called after every step on these parameters, with the names of parameters for which any worker
             had a gradient; the same on all workers.
         on_drop: called after a roll-back with the names of the parameters without a gradient.
@@ -75,10 +81,9 @@ class PendingGradients(StepObserver):
         self._owners: dict[str, int] = {}
         self._marks: dict[str, _Mark] = {}
         self._norms: dict[str, Tensor] = {}
-        self._began_with_pending = False
         self._unexchanged: UnexchangedParameters | None = None
         self._backward_hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._has_checked = self._is_changing = False
+        self._has_checked = self._is_changing = self._began_with_pending = False
         self._num_exchanges = self._num_steps = self._rolled_back_without_a_step = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         super().__init__()
@@ -102,9 +107,9 @@ class PendingGradients(StepObserver):
 
     def close(self) -> None:
         """Stop observing steps."""
-        _remove(self._backward_hooks)
+        remove_hooks(self._backward_hooks)
         super().close()
-        _remove(self._hooks)
+        remove_hooks(self._hooks)
 
     @property
     def is_consistent(self) -> bool:
@@ -162,7 +167,7 @@ class PendingGradients(StepObserver):
 
         The names are those of parameters that this worker's backward, or any worker's, used.
         """
-        _remove(self._backward_hooks)
+        remove_hooks(self._backward_hooks)
         self._num_exchanges += 1
         self.pending |= used
         self._pending_anywhere |= used_by_any
@@ -171,7 +176,7 @@ class PendingGradients(StepObserver):
         # In a static graph's first iteration Lightning flushes DDP's buckets after the backward.
         with suppress(RuntimeError):
             # DDP writes averages at the end of backward, in a callback that it queues after this one.
-            _at_end_of_backward(lambda: _at_end_of_backward(self._note_gradients_and_norms))
+            at_end_of_backward(lambda: at_end_of_backward(self._note_gradients_and_norms))
 
     def commit_all(self) -> None:
         """Commit all pending changes."""
@@ -197,7 +202,7 @@ class PendingGradients(StepObserver):
         if not self._has_checked:
             self._roll_back_missing()
             # Without an exchange (``no_sync``), autograd adds to the gradient, which is not a change by the user.
-            _at_end_of_backward(self.note_gradients)
+            at_end_of_backward(self.note_gradients)
 
     def _roll_back_missing(self) -> None:
         """Roll back pending changes of parameters with a missing gradient."""
@@ -231,8 +236,7 @@ class PendingGradients(StepObserver):
 
         The gradients are of one optimizer, which clears all or none.
         """
-        with torch.no_grad():
-            zero = {name for name, gradient in changed.items() if not gradient.any()}
+        zero = {name for name, gradient in changed.items() if not gradient.detach().any()}
         were_zero = {name for name in zero if name in self._norms and not bool(self._norms[name])}
         # A gradient that was zero after the exchange proves nothing if it has moved, because it may be a copy. So
         # gradients count as cleared if one became zero, or if all other changed ones are zero.
@@ -294,12 +298,3 @@ class PendingGradients(StepObserver):
             (memory.commit if commits else memory.roll_back)(names)
         self.pending -= names
         self._is_changing = False
-
-
-def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
-def _at_end_of_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -83,11 +83,12 @@ class Parts:
             start, first = start + tensor.numel(), last
 
 
-def is_native(*tensors: Tensor, wire_dtype: torch.dtype) -> bool:
-    """Return whether the compiled functions are available for these tensors: float32 on a CPU."""
+def is_native(tensor: Tensor, *, wire_dtype: torch.dtype) -> bool:
+    """Return whether the compiled functions are available for this tensor: float32 on a CPU."""
     return (
         wire_dtype in WIRES
-        and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+        and tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
         and _library() is not None
         and _passes_self_test()
     )

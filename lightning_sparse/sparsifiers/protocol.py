@@ -142,8 +142,8 @@ class Sparsifier(ABC):
 
         Args:
             layout: the layers of the bucket.
-            average: (1/n) Σ_i out_i, flat, shape (layout.num_elements,). Do not modify or keep it: its memory is the
-                gradient's.
+            average: (1/n) Σ_i out_i, or the mean over the coordinate's senders; flat, shape (layout.num_elements,). Do
+                not modify or keep it: its memory is the gradient's.
         """
         return
 

@@ -56,7 +56,9 @@ def average(
         quotients = buffers.take("quotients", places, out.dtype, out.device)
         decode(payload_format, rows, out, quotients, 1, senders)
         return
-    add(payload_format, rows, out, senders)
+    # A GPU adds in arbitrary order, so indices of an addition must be unique: add each payload separately.
+    for row in rows:
+        add_selection(payload_format.unpack(row, out.dtype), out, senders)
     out.div_(len(rows) if senders is None else senders.clamp_(min=1))
 
 
@@ -70,13 +72,6 @@ def native_payloads(payload_format: PayloadFormat, rows: Rows, by_senders: bool)
     payloads = Payloads(*map(addressof, arrays), *counts, *places, wire.scale, WIRES[wire.dtype], by_senders)
     payloads.arrays = arrays  # live as long as the pointers to them
     return payloads
-
-
-def add(payload_format: PayloadFormat, rows: Rows, out: Tensor, senders: Tensor | None = None) -> None:
-    """Add payloads to ``out`` in rank order; see ``average``. Waits for a GPU."""
-    # A GPU adds in arbitrary order, so indices of an addition must be unique: add each payload separately.
-    for row in rows:
-        add_selection(payload_format.unpack(row, out.dtype), out, senders)
 
 
 def add_selection(selection: Selection, out: Tensor, senders: Tensor | None) -> None:

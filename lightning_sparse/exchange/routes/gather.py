@@ -18,8 +18,8 @@ from lightning_sparse.kernels.launching import is_available
 from lightning_sparse.sparsifiers.protocol import Selection
 
 MESSAGE_SECONDS = 1e-3
-"""CPU time of a Gloo message per worker, at any size: 0.2 ms at best, and up to 3 ms without the effect of
-``use_batch_scheduling`` (docs/evidence/performance.md)."""
+"""The link's time for the payloads that share a message. A Gloo message costs each worker 0.2 ms of CPU time at best,
+and up to 3 ms without the effect of ``use_batch_scheduling`` (docs/evidence/performance.md)."""
 FULL_BYTES = 2**16
 """Bytes of waiting payloads that are sent at once if the link's rate is unknown, suitable for 500 Mbit/s."""
 

@@ -88,7 +88,7 @@ class Transfer:
         return None
 
     def complete(self) -> None:
-        """Enqueue the usual last operations on a GPU, so that the device does not wait for the host."""
+        """Perform the usual last operations. On a GPU, the device then does not wait for the host."""
 
     def second_round(self, largest: Largest, header: Tensor) -> None:
         """Issue collectives that need the headers: none in most steps.

@@ -218,7 +218,7 @@ def test_other_dtypes_use_tensor_operations():
     some = torch.zeros(4)
     assert native.is_native(some, wire_dtype=torch.float32)
     assert not native.is_native(some, wire_dtype=torch.float64)
-    assert not native.is_native(some, some.double(), wire_dtype=torch.float32)
+    assert not native.is_native(some.double(), wire_dtype=torch.float32)
 
 
 def compile_once(command, *, run=subprocess.run, made={}, **options):  # noqa: B006  (a memory)
