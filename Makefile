@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m recipes.demo
 
-# Takes minutes: all unit tests, and the first parameter set of each parametrized test with workers. ARGS goes to pytest:
+# Takes minutes: all unit tests, and the first and representative parameter sets of tests with workers. ARGS goes to pytest:
 # make test ARGS="-k checkpoint".
 test: $(STAMP)
 	$(BIN)/python $(PYTEST) -m "not full" $(ARGS)

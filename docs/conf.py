@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
 ]
 # Members of averagers that strategies and other modules call.
 INTERNAL = "anchor has_own_state is_consistent obstacles own_metrics parameter_sizes parameters progress"
-INTERNAL += " receive register_strategies reset restore snapshot warm_up watch_next"
+INTERNAL += " receive register_strategies restore snapshot warm_up watch_next"
 autodoc_default_options = {"members": True, "exclude-members": INTERNAL.replace(" ", ",")}
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"

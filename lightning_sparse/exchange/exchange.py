@@ -169,7 +169,9 @@ class Exchange:
         self._headers.append(header)
         is_last = transfer.format.header_fields > 0
         if is_last and type(transfer) is GatherTransfer:
-            torch.cat(self._headers, out=transfer.payload[: 8 * transfer.format.header_fields].view(torch.float64))
+            into = transfer.payload[: 8 * transfer.format.header_fields].view(torch.float64)
+            assert into.numel() == sum(header.numel() for header in self._headers), "cat would write into other parts"
+            torch.cat(self._headers, out=into)
         transfer.start()
         if is_last:
             self._coalescer.flush()

@@ -6,8 +6,8 @@ receive the message of a step. So workers wait for each other through the store 
 
     worker k                                         rank 0
     writes its status and its arrival         ──▶    polls until all workers have arrived or patience ends
-    waits for the verdict                            takes each worker, which then may not leave
-    … or leaves, if rank 0 has not taken it   ◀──    all taken, with the same status: go; else: the reason
+    waits for the verdict, or leaves                 takes each worker that has not left, which then may not leave
+    reads the verdict                         ◀──    all taken, with the same status: go; else: the reason
 
 Keys contain the set-up, the worker and the number of its attempt, so that no worker reads keys of a failed attempt.
 """
@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from traceback import walk_stack
@@ -112,11 +113,18 @@ class SaveBarrier:
         attempt = f"{self._workers.rank}/{self._attempts}"
         self._store.set(f"{self._workers.rank}/came", json.dumps([attempt, status, self._generation]))
         has_verdict = partial(self._store.check, [f"{attempt}/verdict"])
-        if not _wait_until(has_verdict, patience):
-            if self._store.add(f"{attempt}/end", 1) == 1:
-                return f"rank 0 did not reach the save, or waited for other ranks, within {patience:g} s"
-            if not _wait_until(has_verdict, PATIENCE):  # rank 0 took this worker just now
-                return "rank 0 reached the save and left"
+        try:
+            has_come = _wait_until(has_verdict, patience)
+            if not has_come and self._store.check(["rank 0 waits"]) and self._store.get("rank 0 waits") == b"True":
+                has_come = _wait_until(has_verdict, patience)
+        except BaseException:  # as by Ctrl-C
+            with suppress(dist.DistError):
+                self._store.add(f"{attempt}/end", 1)
+            raise
+        if not has_come and self._store.add(f"{attempt}/end", 1) == 1:
+            return f"rank 0 did not reach the save, or waited for other ranks, within {patience:g} s"
+        if not _wait_until(has_verdict, max(patience, SHORT_PATIENCE)):  # rank 0 took this worker just now
+            return "rank 0 reached the save and left"
         verdict: str | None
         verdict, self._generation = json.loads(self._store.get(f"{attempt}/verdict"))
         return verdict
@@ -142,7 +150,11 @@ class SaveBarrier:
                 del arrived[rank]  # it may come again
             return not left
 
-        has_all = _wait_until(have_all_arrived, patience)
+        self._store.set("rank 0 waits", "True")
+        try:
+            has_all = _wait_until(have_all_arrived, patience)
+        finally:
+            self._store.set("rank 0 waits", "False")
         ended = {rank: self._store.add(f"{attempt}/end", 1) for rank, (attempt, _) in arrived.items()}
         taken = {rank: status for rank, (_, status) in arrived.items() if ended[rank] == 1}
         reason = None

@@ -28,7 +28,7 @@ GLOO_THREAD = b"gloo_tcp_loop"
 """The name of Gloo's threads in torch 2.15. In torch 2.8 they have no name and are not changed."""
 SECONDS_AT_EXIT = 0.1
 """How long Python's end waits for Gloo's threads."""
-_abandoned: list[list[tuple[dist.Work, int | None]]] = []
+_abandoned: list[list[tuple[dist.Work | None, int | None]]] = []
 """Works of interrupted exchanges. While they and their payloads exist, their messages arrive and do not block later
 messages on the same connections."""
 
@@ -62,13 +62,15 @@ class Pending:
     def __init__(self, works: Sequence[tuple[dist.Work | None, int | None]] = ()) -> None:
         self._works = [(work, peer) for work, peer in works if work is not None]
 
-    def __del__(self, abandoned: list[list[tuple[dist.Work, int | None]]] = _abandoned) -> None:
+    def __del__(self, abandoned: list[list[Any]] = _abandoned) -> None:
         # A message without a receiver would block Gloo's connection forever.
         if works := getattr(self, "_works", None):  # an incomplete copy has no works
             abandoned.append(works)
 
     def wait(self) -> None:
-        """Wait until all works have ended; on a GPU, the current stream waits. A second call returns at once.
+        """Wait until all works have ended; on a GPU, the current stream waits.
+
+        After success, a second call returns at once.
 
         Raises:
             LostWorkerError: a work failed.
@@ -218,12 +220,14 @@ class Workers:
         received = [(dist.irecv, outputs[other], self.global_ranks[other]) for other in reversed(others)]
         messages = sent + received if parts[0].nbytes <= SMALL_MESSAGE_BYTES else received + sent
         works: list[tuple[dist.Work | None, int | None]] = []
-        for start, tensor, peer in messages:
-            try:
+        try:
+            for start, tensor, peer in messages:
                 works.append((start(tensor, peer, group=self.group, tag=TAG), peer))
-            except RuntimeError as error:
-                Pending(works)  # started messages still arrive
+        except BaseException as error:
+            _abandoned.append(works)  # these messages still arrive
+            if isinstance(error, RuntimeError):
                 raise LostWorkerError(peer, error) from error
+            raise
         own = parts[self.rank]
         outputs[self.rank][: own.numel()].copy_(own)
         return Pending(works)

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -115,7 +114,7 @@ def attach(
         state.warm_up(is_scaled=grad_scaler is not None and grad_scaler.is_enabled())
     ddp_module.register_comm_hook(state, sparse_hook)
     state.pending_gradients.follow(ddp_module)
-    vars(ddp_module)["join_hook"] = _refuse_join
+    ddp_module.register_forward_pre_hook(_refuse_join)
     return state
 
 
@@ -141,9 +140,11 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module if inner is None else _unwrapped(inner)
 
 
-def _refuse_join(**_: Any) -> JoinHook:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_join(module: DistributedDataParallel, _: Any) -> None:
     # A worker without batches observes no steps, so its λ and other state would differ.
-    raise RuntimeError(
-        "torch's Join is not supported with a sparse exchange. Give all workers equally many batches, for example with "
-        "DistributedSampler(dataset, drop_last=True)."
-    )
+    if module._join_config.enable:
+        raise RuntimeError(
+            "torch's Join is not supported with a sparse exchange. Give all workers equally many batches, for example "
+            "with DistributedSampler(dataset, drop_last=True)."
+        )

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 from unittest import mock
@@ -337,15 +336,22 @@ def test_a_save_barrier_names_the_different_points_of_workers():
     assert reason == "workers are at different points: rank 0 at {'progress': 0}, rank 1 at {'progress': 1}"
 
 
+@pytest.mark.parametrize("leaves", ["after its patience", "by an interrupt"])
 @on_workers(3)
-def test_a_save_does_not_count_a_worker_that_has_left():
-    rank = dist.get_rank()
+def test_a_save_does_not_count_a_worker_that_has_left(leaves):
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     barrier = SaveBarrier(Workers(None, rank, 3))
+    left = f"left {barrier._name}"
+    if rank == 1 and leaves == "after its patience":
+        assert "rank 0 did not reach the save" in str(barrier.wait({}, 0.2))
+    elif rank == 1:
+        interrupted = mock.patch.object(save_barrier.time, "sleep", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            barrier.wait({}, 30.0)
     if rank == 1:
-        assert "rank 0 did not reach the save" in barrier.wait({}, 0.2)
-        time.sleep(1.5)
+        store.set(left, "")
     elif rank == 2:
-        time.sleep(1.0)
+        store.wait([left])
     assert barrier.wait({}, 30.0) is None  # of rank 1, its second attempt
 
 

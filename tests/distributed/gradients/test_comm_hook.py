@@ -61,11 +61,15 @@ def test_register_comm_hook_rejects_unsuitable_modules_and_options():
     by_rate = GradientOptions(error_feedback="learning_rate")
     ddp, registered = DistributedDataParallel(plain), DistributedDataParallel(torch.nn.Linear(2, 2))
     state = register_comm_hook(registered, fixed)
+    with registered.join(enable=False):
+        registered(torch.ones(2)).sum().backward()
     state.close()
     with pytest.raises(RuntimeError, match="The state was closed"):
         registered(torch.ones(2)).sum().backward()
-    with pytest.raises(RuntimeError, match="Join is not supported with a sparse exchange"):
-        registered.join()
+    joined = DistributedDataParallel(torch.nn.Linear(2, 2))
+    register_comm_hook(joined, fixed)
+    with pytest.raises(RuntimeError, match="Join is not supported with a sparse exchange"), joined.join():
+        joined(torch.ones(2))
     ignored = {"sparse": torch.nn.Embedding(2, 2, sparse=True), "elsewhere": torch.nn.Embedding(2, 2, device="meta")}
     ignoring = torch.nn.ModuleDict(ignored | {"linear": torch.nn.Linear(2, 2)})
     ignoring._ddp_params_and_buffers_to_ignore = ["sparse.weight", "elsewhere.weight"]
