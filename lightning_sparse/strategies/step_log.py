@@ -95,10 +95,13 @@ class NumberLog:
         tensors = torch.tensor([*values.values()], device="cpu", dtype=torch.float64)
         if not on_step:
             tensors = tensors.to(module.device, torch.float32)
+        resets = module.trainer._logger_connector.should_reset_tensors
         keys = set()
         for name, tensor in zip(values, tensors.unbind(), strict=True):
             key = f"{hook}.{name}"
-            if on_step and not is_overridden and key in self.entries and self.entries[key] is results.get(key):
+            is_ours = key in self.entries and self.entries[key] is results.get(key)
+            # In an epoch's first batch, Lightning's first log in a hook resets entries of the last epoch.
+            if on_step and is_ours and not is_overridden and not resets(str(hook)):
                 results.update_metrics(key, tensor, 1)
                 keys.add(key)
                 continue

@@ -41,6 +41,14 @@ class EveryThird(ManualClassifier):
             self.optimizers().zero_grad()
 
 
+class LogsAfterwards(ManualClassifier):
+    """Logs a metric after the optimizer's step."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.log("batch", float(batch_idx))
+
+
 class Exchanges(Callback):
     """Collects the exchanges of each batch in which an optimizer stepped."""
 
@@ -93,6 +101,7 @@ PROGRAMS = {
     "drift, two optimizers, every step": Program(TwoPlayers, lambda: local(1)),
     "drift, every fifth step, epochs that end between rows": Program(Classifier, lambda: local(5), batches_per_epoch=6),
     "gradients, epochs that end between rows": Program(Classifier, gradients, batches_per_epoch=7),
+    "gradients, by hand, logs afterwards": Program(LogsAfterwards, gradients, batches_per_epoch=4),
 }
 
 
@@ -211,7 +220,8 @@ def test_an_overridden_log_gets_every_number_and_lightning_computes_each_once(wh
         quiet_trainer(strategy, num_workers=2, max_steps=10, callbacks=[watch]).fit(model, ResumableData(5))
     assert len(densities) == 10
     if where == "lightning":  # each call takes a quarter of a millisecond: see NumberLog
-        assert [name for name, _ in seen] == [f"sparse/{name}" for name in LOGGED]
+        # Five calls in the first batch, and one in the first batch of the second epoch.
+        assert [name for name, _ in seen] == [f"sparse/{name}" for name in (*LOGGED, LOGGED[0])]
         assert len(set(densities)) > 2
     else:
         assert [value for name, value in seen if name == "sparse/density"] == pytest.approx(densities)
