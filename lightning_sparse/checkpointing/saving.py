@@ -58,7 +58,7 @@ def run_together(
     if not barrier.is_saving:
         obstacles = averager.obstacles()
         status = {"progress": averager.progress, "obstacles": obstacles}
-        patience = patience_of(timeout, is_exchanging=averager.is_exchanging)
+        patience = patience_of(timeout, is_exchanging=averager.is_exchanging, error_before=barrier.error_before)
         why_not = barrier.wait(status, patience) or next(iter(obstacles), "")
     if not why_not:
         barrier.is_saving = True  # a signal may request another save during this one

@@ -46,11 +46,13 @@ class SaveBarrier:
 
     Attributes:
         is_saving: whether this worker gathers state for a checkpoint.
+        error_before: the exception that was being handled at set-up, which is none of the training.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self.is_saving = False
+        self.error_before = sys.exc_info()[1]
         self._attempts = 0
         self._told = ""
         # Unique, because torchrun's store outlives workers that it restarts.
@@ -100,7 +102,8 @@ class SaveBarrier:
         self._attempts += 1
         if self._workers.num_workers == 1:
             return None
-        if isinstance(error := sys.exc_info()[1], Exception) and self._told != repr(error):
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and error is not self.error_before and self._told != repr(error):
             self._told = repr(error)  # Python prints it only when the save ends
             rank = self._workers.rank
             _log.error("lightning_sparse: rank %d handles %r, saves, and waits for the other ranks.", rank, error)
@@ -183,15 +186,17 @@ def _wait_until(is_true: Callable[[], bool], patience: float) -> bool:
     return True
 
 
-def patience_of(timeout: timedelta | None, *, is_exchanging: bool = False) -> float:
-    """Return the seconds to wait for others, at most a process group's timeout."""
-    patience = SHORT_PATIENCE if is_exchanging or is_interrupted() else PATIENCE
+def patience_of(
+    timeout: timedelta | None, *, is_exchanging: bool = False, error_before: BaseException | None = None
+) -> float:
+    """Return the seconds to wait for others, at most a process group's timeout; see ``is_interrupted``."""
+    patience = SHORT_PATIENCE if is_exchanging or is_interrupted(error_before) else PATIENCE
     return patience if timeout is None else min(patience, timeout.total_seconds())
 
 
-def is_interrupted() -> bool:
-    """Return whether an exception, or a signal by Lightning, is being handled."""
-    if sys.exc_info()[0] is not None:
+def is_interrupted(error_before: BaseException | None = None) -> bool:
+    """Return whether a signal by Lightning, or another exception than ``error_before``, is being handled."""
+    if sys.exc_info()[1] is not error_before:
         return True
     callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe())]
     return any(name.endswith("signal_connector") for name in callers)

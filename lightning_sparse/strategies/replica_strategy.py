@@ -146,11 +146,12 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # Lightning calls this on every rank first, and then save_checkpoint.
-        if self._save_barrier is not None:
+        if (barrier := self._save_barrier) is not None:
             step = {"step": self._module.trainer.global_step}
-            why_not = self._save_barrier.wait(step, patience_of(self._timeout))
+            why_not = barrier.wait(step, patience_of(self._timeout, error_before=barrier.error_before))
             if why_not is not None:
-                cause = " The exception above ended the training." * (sys.exc_info()[0] is not None)
+                has_failed = sys.exc_info()[1] is not barrier.error_before
+                cause = " The exception above ended the training." * has_failed
                 raise RuntimeError(
                     f"No checkpoint was written: {why_not}. Saving a sharded model needs all of its ranks.{cause}"
                 )

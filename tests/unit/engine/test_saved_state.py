@@ -92,7 +92,8 @@ def test_a_handled_exception_counts_as_trouble():
     assert not is_interrupted()
     try:
         raise ValueError
-    except ValueError:
+    except ValueError as error:
         assert is_interrupted()
         assert patience_of(None) == 15
+        assert patience_of(None, error_before=error) == 300  # training inside an except block
     assert not is_interrupted()
