@@ -1,6 +1,7 @@
 """Saved state: the seal finds any change, copies share no memory, and saving has a timeout."""
 
 import copy
+import sys
 from collections import OrderedDict
 from datetime import timedelta
 from typing import Any
@@ -92,8 +93,8 @@ def test_a_handled_exception_counts_as_trouble():
     assert not is_interrupted()
     try:
         raise ValueError
-    except ValueError as error:
+    except ValueError:
         assert is_interrupted()
         assert patience_of(None) == 15
-        assert patience_of(None, error_before=error) == 300  # training inside an except block
+        assert patience_of(None, error_before=sys.exc_info()[1]) == 300  # training inside an except block
     assert not is_interrupted()
