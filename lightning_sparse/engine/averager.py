@@ -79,7 +79,7 @@ class Averager:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds from the start of the last bucket's exchange to its end; on a GPU with queued backward work."""
+        """Seconds that the end of the last exchange took; on a GPU, with the wait for queued backward work."""
         return self._engine.wait_seconds
 
     def own_metrics(self) -> dict[str, float]:

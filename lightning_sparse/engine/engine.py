@@ -61,8 +61,8 @@ class Engine:
         exchange: routes payloads between the workers.
         calibrator: sets λ.
         last_step: the statistics of the last step, None before the first.
-        wait_seconds: seconds from the start of the last bucket's exchange, in the last step on this worker: until all
-            averages were complete or, on a GPU, until the host had all headers, which includes queued backward work.
+        wait_seconds: the duration of ``finish`` in the last step on this worker. On a GPU, ``finish`` waits for queued
+            backward work and all headers, not for the averages.
         next_step: the number of the next step for the sparsifier; the caller may set it back.
         subscribers: called with the statistics of each step after its exchange; must not communicate.
         combine_shards: turns this rank's statistics into those of the whole model, if it is sharded. All ranks of a

@@ -46,7 +46,7 @@ class SaveBarrier:
 
     Attributes:
         is_saving: whether this worker gathers state for a checkpoint.
-        error_before: the exception that was being handled at set-up, which is none of the training.
+        error_before: the exception that the program was handling at set-up; it says nothing about the training.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -168,7 +168,7 @@ class SaveBarrier:
         else:
             absent = [str(rank) for rank in others if rank not in taken]
             names = ", ".join(absent[:8]) + ", …" * (len(absent) > 8)
-            when = "left" if has_all else f"did not reach the save within {patience:g} s"
+            when = "left the save" if has_all else f"did not reach the save within {patience:g} s"
             reason = f"rank{'s' * (len(absent) > 1)} {names} {when}"
         for rank in taken:
             self._store.set(f"{arrived[rank][0]}/verdict", json.dumps([reason, self._generation]))

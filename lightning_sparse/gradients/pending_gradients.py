@@ -62,7 +62,7 @@ class PendingGradients(StepObserver):
 
     Attributes:
         pending: names of parameters for which a backward of this worker is pending.
-        is_stepping: whether a step on these parameters runs. LBFGS calls backward in it several times.
+        is_stepping: whether a step on these parameters runs, in which LBFGS calls backward several times.
         step_receivers: called after every step on these parameters, with the names of parameters for which any worker
             had a gradient; the same on all workers.
         on_drop: called after a roll-back with the names of the parameters without a gradient.

@@ -76,9 +76,8 @@ class Parts:
     def put(self, indices: Tensor, values: Tensor) -> None:
         """Set elements, at ascending indices."""
         start, first = 0, 0
-        for tensor, last in zip(
-            self.tensors, torch.searchsorted(indices, torch.tensor([*self._ends])).tolist(), strict=True
-        ):
+        places = torch.searchsorted(indices, torch.tensor([*self._ends])).tolist()
+        for tensor, last in zip(self.tensors, places, strict=True):
             tensor[indices[first:last] - start] = values[first:last]
             start, first = start + tensor.numel(), last
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 from unittest import mock
@@ -19,7 +20,7 @@ from lightning_sparse.exchange.exchange import FIRST_CAPACITY, Exchange
 from lightning_sparse.exchange.groups import is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import gather
-from lightning_sparse.exchange.save_barrier import SaveBarrier
+from lightning_sparse.exchange.save_barrier import SaveBarrier, patience_of
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import LostWorkerError, Pending, Workers
 from lightning_sparse.selection.statistics import FIXED_FIELDS
@@ -349,10 +350,34 @@ def test_a_save_does_not_count_a_worker_that_has_left(leaves):
         with interrupted, pytest.raises(KeyboardInterrupt):
             barrier.wait({}, 30.0)
     if rank == 1:
+        barrier._store.wait(["rank 0 waits"])
+        time.sleep(0.5)  # rank 0 has read the first attempt
         store.set(left, "")
     elif rank == 2:
         store.wait([left])
     assert barrier.wait({}, 30.0) is None  # of rank 1, its second attempt
+
+
+@on_workers(3)
+def test_a_worker_stays_while_rank_0_waits_for_others():
+    rank = dist.get_rank()
+    barrier = SaveBarrier(Workers(None, rank, 3))
+    if rank == 2:
+        time.sleep(5.0)
+    assert barrier.wait({}, 4.0 if rank == 1 else 30.0) is None
+
+
+@on_workers(1)
+def test_an_exception_from_before_the_training_does_not_shorten_a_save():
+    try:
+        raise ValueError
+    except ValueError:
+        barrier = SaveBarrier(Workers(None, 0, 1))
+        assert patience_of(None, error_before=barrier.error_before) == 300
+        try:
+            raise KeyError
+        except KeyError:
+            assert patience_of(None, error_before=barrier.error_before) == 15
 
 
 def test_works_after_a_failed_one_are_kept():
