@@ -53,7 +53,7 @@ def build(method: str, mesh: DeviceMesh) -> tuple[Callable[[], None], Callable[[
     fully_shard(model, mesh=submesh)
     exchange, averager = None, None
     kind, *numbers = method.split("_")
-    sparsifier = HardThreshold(density=float(numbers[0]) if numbers else 1.0, calibration_steps=5)
+    sparsifier = HardThreshold(density=float(numbers[0]) if numbers else 1.0)
     if kind == "sparse":
         exchange = ShardGradientAverager(model, sparsifier, group=mesh["replicate"])
     elif kind == "drift":

@@ -73,7 +73,7 @@ def train(
     scale = MEANS["cifar10"], DEVIATIONS["cifar10"]
     model = build_network()
     weights = dict(model.named_parameters())
-    sparsifier = Dense() if exchange == "dense" else HardThreshold(density=density, calibration_steps=3)
+    sparsifier = Dense() if exchange == "dense" else HardThreshold(density=density)
     options = GradientOptions(exchange=exchange)
     workers = SimulatedWorkers(num_workers, sparsifier, weights, options, per_layer_stats=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE / 2, momentum=0.9, nesterov=True)

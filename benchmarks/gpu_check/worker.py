@@ -110,7 +110,7 @@ class Training:
         self.state = None
         if configuration.exchange is not None:
             sparsifier = (
-                TopK(0.01) if configuration.sparsifier == "top-k" else HardThreshold(density=0.01, calibration_steps=3)
+                TopK(0.01) if configuration.sparsifier == "top-k" else HardThreshold(density=0.01)
             )
             self.state = register_comm_hook(
                 self.ddp,

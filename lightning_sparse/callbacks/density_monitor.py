@@ -35,12 +35,10 @@ class DensityMonitor(StepMonitor):
       (``sparse/layer_density``), a scalar per layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × exchanges, of log10 density. Updated at the end of ``fit``, and after an epoch
       unless the last image is younger than 100 times its drawing time. Needs matplotlib.
-    - Step times: medians of dense steps (calibration and other fully dense steps), sparse steps, and waits.
-      ``sparse/median_dense_step_ms``, ``sparse/median_step_ms`` and ``sparse/median_wait_ms`` are logged at the end of
-      ``fit``, and a sentence under the table says what the sparse exchange gains.
+    - ``sparse/median_step_ms`` and ``sparse/median_wait_ms``, the median time of a step and of its wait for the
+      exchange, at the end of ``fit``.
     - A table of at most 80 columns on rank 0 at the end of ``fit``, unless it is the only worker. It shows the target
-      density and the density reached, λ, the sent bytes and those of a dense exchange, and the numbers of calibration
-      steps and dense steps.
+      density and the density reached, λ, the sent bytes and those of a dense exchange, and the median times.
 
     It also works without a logger (the table remains) and issues no collectives. After a resume, it continues its
     averages and starts a new image.
@@ -145,8 +143,6 @@ class DensityMonitor(StepMonitor):
         rows = [("steps exchanged", f"{total['steps']:,.0f}")]
         if total["dense_steps"]:
             rows.append(("  sent densely", f"{total['dense_steps']:,.4g}"))
-        if calibration:
-            rows.append(("  for calibration", f"{calibration:,.0f}"))
         if self._target_density is not None:
             rows.append(("target density", f"{100 * self._target_density:.4g} %"))
         rows.append(("average density", f"{100 * self.total():.4g} %"))
@@ -170,8 +166,6 @@ class DensityMonitor(StepMonitor):
             rows.append((f"  {shortened(name, LAYER_COLUMNS - 2 - len(elements))}{elements}", f"{100 * density:.4g} %"))
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name:<{width}}  {value}".rstrip() for name, value in rows]
-        if verdict := self._times.verdict():
-            lines.append(f"  {verdict}")
         return "\n".join([f"Sparse {self._averages} exchange", *lines])
 
 

@@ -38,8 +38,9 @@ WRITERS = {
     "drifts": "a local_* or local_hsdp_* strategy",
 }
 FRESH_STARTS = {
-    "gradients": "Residuals start from zero and, with a density, calibration begins.",
-    "drifts": "All workers start with the checkpoint's weights as the anchor and, with a density, calibration begins.",
+    "gradients": "Residuals start from zero and, with a density, the next exchange calibrates λ.",
+    "drifts": "All workers start with the checkpoint's weights as the anchor and, with a density, the next exchange "
+    "calibrates λ.",
 }
 """By kind: how a resumed run starts if the checkpoint has no state of its kind."""
 INCOMPLETE = {

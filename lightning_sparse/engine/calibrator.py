@@ -1,31 +1,28 @@
 """Sets λ of a hard threshold during training from the target density."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-from math import isinf
+from math import inf
 from typing import Any
 
-from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_info
 
-from lightning_sparse.engine.density_control import DensityControl, ThresholdCalibration, pace_of, share_of_layer
+from lightning_sparse.engine.density_control import DensityControl, first_threshold, pace_of, share_of_layer
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 
-LATE = 50
-"""Calibration is late after this many steps that it could not measure."""
-
 
 class Calibrator:
     """Finds λ of a ``HardThreshold`` for a density, and keeps the density.
 
-    Does nothing for other sparsifiers.
+    Exchanges send everything until one has a norm that is finite and not 0, as the first usually has. λ follows from
+    this norm. Does nothing for other sparsifiers.
 
     Args:
         sparsifier: the sparsifier whose λ the calibrator sets.
         options: the options of the exchange.
-        logs: whether to log the calibrated λ and to warn about a late calibration.
+        logs: whether to log the calibrated λ.
     """
 
     def __init__(self, sparsifier: Sparsifier, options: ExchangeOptions, *, logs: bool) -> None:
@@ -42,20 +39,15 @@ class Calibrator:
 
     def begin(self) -> None:
         """Return to the given λ, or start a new calibration."""
-        self._running: ThresholdCalibration | None = None
         self._controls: dict[str, DensityControl] = {}  # by layer, "" is the model
         self._unconfirmed: StepStats | None = None
-        sparsifier = self._sparsifier
-        if sparsifier is None:
-            return
-        sparsifier.fix_threshold(self._given)
-        if sparsifier.density is not None:
-            self._running = ThresholdCalibration(sparsifier.density, sparsifier.calibration_steps, sparsifier.overshoot)
+        if self._sparsifier is not None:
+            self._sparsifier.fix_threshold(self._given)
 
     @property
     def is_running(self) -> bool:
-        """Whether calibration runs, so that every step must measure ‖g‖²."""
-        return self._running is not None
+        """Whether λ is unknown, so that the next step must measure ‖g‖²."""
+        return self._sparsifier is not None and self._sparsifier.threshold is None
 
     @property
     def needs_layers(self) -> bool:
@@ -70,52 +62,30 @@ class Calibrator:
         if self._sparsifier is None:
             raise TypeError(f"{self._name} has no λ to set. Use HardThreshold.")
         self._sparsifier.fix_threshold(threshold)
-        self._running = self._unconfirmed = None
+        self._unconfirmed = None
 
     def observe(self, stats: StepStats, *, counts: bool = True) -> None:
         """Calibrate or adjust λ with the statistics of a step.
 
         With ``counts=False``, the step adjusts λ only if you call ``confirm`` before the next step.
-
-        Raises:
-            RuntimeError: gradients are finite, but ‖g‖² overflowed in ``LATE`` steps.
         """
-        if self._sparsifier is None:
+        sparsifier = self._sparsifier
+        if sparsifier is None or sparsifier.density is None:
             return
-        if self._running is None:
+        if not self.is_running:
             if counts:
                 self._correct(stats, None)
             else:
                 self._unconfirmed = stats
-            return
-        measured_before = self._running.measured_steps
-        self._running.observe(stats.squared_gradient_norm)
-        if self._running.measured_steps == measured_before and self._running.unmeasured_steps % LATE == 0:
-            self._report_late_calibration(stats, self._running)
-        if self._running.is_complete:
-            calibration, self._running = self._running, None
-            threshold = calibration.threshold(stats.num_elements)
-            self._sparsifier.fix_threshold(threshold)
+        elif 0 < stats.squared_gradient_norm < inf:
+            shape = stats.num_elements, sparsifier.density, sparsifier.overshoot
+            threshold = first_threshold(stats.squared_gradient_norm, *shape)
+            sparsifier.fix_threshold(threshold)
             if self._logs:
                 rank_zero_info(
-                    f"lightning_sparse: calibrated the threshold to {threshold:.6g} over {calibration.measured_steps} "
-                    f"steps, for a density of {calibration.density:g} of {stats.num_elements:,} coordinates."
+                    f"lightning_sparse: calibrated the threshold to {threshold:.6g}, for a density of "
+                    f"{sparsifier.density:g} of {stats.num_elements:,} coordinates."
                 )
-
-    def _report_late_calibration(self, stats: StepStats, calibration: ThresholdCalibration) -> None:
-        observed_steps = calibration.measured_steps + calibration.unmeasured_steps
-        if isinf(stats.squared_gradient_norm) and not stats.non_finite:
-            raise RuntimeError(
-                f"No threshold can be calibrated: gradients are finite, but ‖g‖² overflowed in {observed_steps} "
-                "steps. Scale the loss down, or give threshold=… instead of density=…"
-            )
-        if self._logs and calibration.unmeasured_steps == LATE:
-            rank_zero_warn(
-                f"lightning_sparse: no threshold after {observed_steps} steps, so everything is sent. "
-                f"Calibration needs {calibration.steps} steps with a finite ‖g‖² above 0. It observed "
-                f"{calibration.measured_steps}, and the last ‖g‖² is {stats.squared_gradient_norm:g}. Look for "
-                "gradients that are zero, not finite or too small to square, or give threshold=… instead of density=…"
-            )
 
     def confirm(self, names: Collection[str]) -> None:
         """Adjust λ with the stored step after an optimizer stepped on ``names``.
@@ -169,11 +139,10 @@ class Calibrator:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return λ, the running calibration and the controllers; None for a missing λ or calibration."""
+        """Return λ, None if it is unknown, and the controllers."""
         return {
             "threshold": None if self._sparsifier is None else self._sparsifier.threshold,
             "layer_thresholds": {} if self._sparsifier is None else dict(self._sparsifier.calibrated_layers),
-            "calibration": None if self._running is None else dict(vars(self._running)),
             "controls": {name: dict(vars(control)) for name, control in self._controls.items()},
         }
 
@@ -182,10 +151,7 @@ class Calibrator:
         self._unconfirmed = None
         if self._sparsifier is not None and saved["threshold"] is not None:
             self._sparsifier.fix_threshold(saved["threshold"], saved["layer_thresholds"])
-            self._running = None
             self._controls = {name: DensityControl(**control) for name, control in saved["controls"].items()}
-        elif self._running is not None and saved["calibration"] is not None:
-            self._running = replace(self._running, **saved["calibration"])
 
 
 def _together(layers: Collection[LayerStats]) -> LayerStats:

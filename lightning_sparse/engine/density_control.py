@@ -1,7 +1,7 @@
 """Calibrates λ for a density, and then controls λ to reach the density, per model or per layer."""
 
 from dataclasses import dataclass
-from math import exp, inf, log, sqrt
+from math import exp, log, sqrt
 
 from torch import finfo, float32
 
@@ -35,9 +35,8 @@ MAX_SMALL_LAYER_SHARE = 0.5
 """The largest target share of a layer whose density asks for less than one coordinate per step."""
 
 
-@dataclass
-class ThresholdCalibration:
-    """Measures E‖g‖² over the first steps and turns a density into λ = sqrt(E‖g‖² / (density · d)).
+def first_threshold(squared_gradient_norm: float, num_elements: int, density: float, overshoot: float = 0.0) -> float:
+    """Return λ = sqrt(E‖g‖² / (density · d · (1 − κ²))), in gradient units.
 
     The residual of a coordinate with gradient noise of variance σ² is a random walk that restarts when it leaves
     (−λ, λ), after about λ²/σ² steps. So the average density is about E‖g‖² / (λ² d). At densities below 1 %, this
@@ -45,37 +44,12 @@ class ThresholdCalibration:
     a λ close to σ. At a constant λ, the density changes with the scale of the gradients.
 
     Args:
+        squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of a step, in gradient units squared.
+        num_elements: d.
         density: the density to aim at, in (0, 1].
-        steps: the number of steps to average over. Few suffice, because λ is adjusted afterwards.
-        overshoot: κ of the hard threshold, with which the density is E‖g‖² / (λ² d (1 − κ²)).
-        measured_steps: the number of observed norms.
-        unmeasured_steps: the number of norms that were 0, NaN or infinite.
-        sum: Σ_t (1/n) Σ_i ‖g_i‖² over the observed steps.
+        overshoot: κ of the hard threshold.
     """
-
-    density: float
-    steps: int
-    overshoot: float = 0.0
-    measured_steps: int = 0
-    unmeasured_steps: int = 0
-    sum: float = 0.0
-
-    def observe(self, squared_gradient_norm: float) -> None:
-        """Add a step's (1/n) Σ_i ‖g_i‖² (gradient units squared), unless it is 0, NaN or infinite."""
-        if 0 < squared_gradient_norm < inf:
-            self.measured_steps += 1
-            self.sum += squared_gradient_norm
-        else:
-            self.unmeasured_steps += 1
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether enough steps were measured."""
-        return self.measured_steps >= self.steps
-
-    def threshold(self, num_elements: int) -> float:
-        """Return λ in gradient units, for a model of d = num_elements, once the calibration is complete."""
-        return sqrt(self.sum / self.measured_steps / (self.density * num_elements * (1 - self.overshoot**2)))
+    return sqrt(squared_gradient_norm / (density * num_elements * (1 - overshoot**2)))
 
 
 def pace_of(density: float) -> float:

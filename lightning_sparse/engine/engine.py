@@ -262,5 +262,5 @@ def log_other_settings(settings: Mapping[str, str], before: Mapping[str, str]) -
     now, then = (", ".join(f"{name}={known.get(name, '(default)')}" for name in names) for known in (settings, before))
     rank_zero_info(
         f"lightning_sparse: the sparsifier differs from the checkpoint's: {now} instead of {then}. The new settings "
-        "apply; with a density, calibration starts again."
+        "apply; with a density, the next exchange calibrates λ."
     )

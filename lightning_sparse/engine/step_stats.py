@@ -43,7 +43,7 @@ class StepStats(LayerStats):
 
     Attributes:
         step: the number of earlier exchanges.
-        squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients during calibration, 0 after it.
+        squared_gradient_norm: (1/n) Σ_i ‖g_i‖² of the unscaled gradients in calibration, 0 after it.
         non_finite: the number of NaN and infinite values, summed over workers.
         payload_bytes: bytes that a worker passed to collectives in this step; of gathered payloads, the mean over all
             workers.

@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from lightning_sparse.sparsifiers.checks import is_number, require_count, require_density, require_word
+from lightning_sparse.sparsifiers.checks import is_number, require_density, require_word
 from lightning_sparse.sparsifiers.protocol import Granularity, LayerLayout, MarkingSparsifier
 from lightning_sparse.sparsifiers.rounding import power_of_two
 
@@ -45,17 +45,15 @@ class HardThreshold(MarkingSparsifier):
     step each unsent coordinate is below λ in magnitude. The data decide how many are sent: a step in which all
     gradients are large sends all of them.
 
-    Give either a threshold or a density. With a density, the first steps send everything and measure the mean of ‖g‖²,
-    from which λ follows (``ThresholdCalibration``). λ is then adjusted so that the average density meets the target.
+    Give either a threshold or a density. With a density, the first exchange sends everything and measures the mean of
+    ‖g‖², from which λ follows (``first_threshold``). λ is then adjusted so that the average density meets the target.
 
     Args:
         threshold: λ ≥ 0 in gradient units. 0 sends everything.
         density: the share of coordinates to be sent on average, in (0, 1], of all layers without a λ in
             ``layer_thresholds``; 1 is λ = 0. With neither, 0.001.
-        calibration_steps: with a density, the number of exchanges (1 or more) that send everything while the
-            calibration measures norms; None is 3.
-        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. A layer with a
-            λ of its own is not calibrated; 0 sends a layer whole: ``{"*.bias": 0.0}``.
+        layer_thresholds: λ for single layers: fnmatch patterns of parameter names, the first match wins. These λ
+            stay constant; 0 sends a layer whole: ``{"*.bias": 0.0}``.
         granularity: scope of a density. ``"model"`` has one λ for all layers, so that some send much and others little.
             ``"layer"`` has a λ per layer after calibration, adjusted so that each layer sends its share on average, but
             at least about one coordinate per step.
@@ -78,7 +76,6 @@ class HardThreshold(MarkingSparsifier):
         *,
         threshold: float | None = None,
         density: float | None = None,
-        calibration_steps: int | None = None,
         layer_thresholds: dict[str, float] | None = None,
         granularity: Granularity = "model",
         overshoot: float = 0.0,
@@ -89,20 +86,17 @@ class HardThreshold(MarkingSparsifier):
                 f"Got both {threshold=} and {density=}. Give one, and leave the other out (null in YAML): a threshold "
                 "stays constant, and calibration turns a density into a threshold."
             )
-        given = {"granularity='layer'": granularity == "layer", "calibration_steps": calibration_steps is not None}
-        for name, is_given in given.items():
-            if is_given and threshold is not None:
-                raise ValueError(
-                    f"Got {name} and {threshold=}. {name} needs a density. Leave it out (null in YAML), or give "
-                    "density=… instead of threshold=…."
-                )
+        if granularity == "layer" and threshold is not None:
+            raise ValueError(
+                f"Got granularity='layer' and {threshold=}. A λ per layer needs a density. Leave it out, or give "
+                "density=… instead of threshold=…."
+            )
         if threshold is not None:
             _check_threshold("threshold", threshold)
         elif density is None:
             density = DEFAULT_DENSITY
         if density is not None:
             require_density(density, "about 0.1 %")
-        calibration_steps = 3 if calibration_steps is None else calibration_steps
         if not isinstance(layer_thresholds, Mapping | None):
             raise TypeError(f"Invalid {layer_thresholds=}. Must be λ by pattern, such as {{'*.bias': 0.0}}, or None.")
         for pattern, value in (layer_thresholds or {}).items():
@@ -116,8 +110,6 @@ class HardThreshold(MarkingSparsifier):
         # A checkpoint must not hold NumPy's numbers, which torch.load(weights_only=True) rejects.
         self.threshold = None if threshold is None else float(threshold)
         self.density = None if density is None else float(density)
-        require_count("calibration_steps", calibration_steps)
-        self.calibration_steps = calibration_steps
         self.layer_thresholds = dict(layer_thresholds or {})
         self.granularity = granularity
         self.overshoot = float(overshoot)

@@ -63,7 +63,6 @@ class Advice:
         # A discarded run may precede training, and its numbers do not count.
         self._is_watching = num_exchanges is not None
         self._calibrating = self._steps = self._silent = 0
-        self._has_measured = False
         self._silent_since = 0.0
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
@@ -111,7 +110,8 @@ class Advice:
             return
         if stats.is_calibration:
             self._calibrating += 1
-            self._has_measured |= 0 < stats.squared_gradient_norm < inf
+            if self._calibrating == EXCHANGES_BEFORE_WARNING:
+                self._report_uncalibrated()
             return
         layers = self._silent_layers if self._steps else stats.layers
         self._steps += 1
@@ -132,12 +132,8 @@ class Advice:
         """Report problems that are known only at the end of a fit."""
         if not self._is_watching:
             return
-        if self._calibrating and not self._steps:
-            self._warn(
-                "calibration",
-                f"training ended during calibration: all {_count(self._calibrating)} exchanges sent everything. "
-                + ("Lower calibration_steps." if self._has_measured else "All ‖g‖² were 0 or not finite."),
-            )
+        if self._calibrating > 1 and not self._steps:
+            self._report_uncalibrated()
         sent = self._selected / max(self._elements, 1) * self._steps
         silent = {name: error for name, error in self._silent_layers.items() if error > 0}
         if silent and sent >= MIN_SENT:
@@ -147,6 +143,12 @@ class Advice:
                 f"{len(silent):,} layers sent nothing in {_count(self._steps)} exchanges, such as {largest}. "
                 "Set layer_thresholds.",
             )
+
+    def _report_uncalibrated(self) -> None:
+        self._warn(
+            "calibration",
+            f"{_count(self._calibrating)} exchanges sent everything: λ is unknown, because ‖g‖² was 0 or not finite.",
+        )
 
     def _report_nothing_sent(self, stats: StepStats) -> None:
         grown = stats.squared_error - self._silent_since

@@ -14,8 +14,9 @@ class HardThresholdStrategy(SparseStrategy):
 
     Args:
         threshold: λ ≥ 0, in units of gradients or, for local training, of parameters; 0 sends everything.
-        density: target share of coordinates to send on average, in (0, 1], for which λ is calibrated. Without threshold
-            and density, it is 0.001, or 0.01 for local training.
+        density: target share of coordinates to send on average, in (0, 1]. The first exchange sends everything and
+            calibrates λ, which is adjusted afterwards. Without threshold and density, it is 0.001, or 0.01 for local
+            training.
 
     Raises:
         ValueError: both threshold and density are given, or an option has a value that is not allowed.

@@ -39,7 +39,7 @@ def train(model, optimizer, steps, averager=None):
 def test_each_layer_sends_its_share_by_its_own_threshold():
     model = build_model()
     optimizer = adam(model.parameters())
-    options = {"density": 0.2, "calibration_steps": 2, "granularity": "layer", "layer_thresholds": {"4.bias": 0.0}}
+    options = {"density": 0.2, "granularity": "layer", "layer_thresholds": {"4.bias": 0.0}}
     averager = SparseModelAverager(model, HardThreshold(**options))
     densities = []
     for step in range(150):

@@ -114,7 +114,7 @@ def begin(case, seed=11):
     if case.top_k is not None:
         sparsifier = TopK(0.25, granularity=case.top_k)
     elif case.density is not None:
-        sparsifier = HardThreshold(density=case.density, calibration_steps=2)
+        sparsifier = HardThreshold(density=case.density)
     model = module(case, seed)
     return model, torch.optim.SGD(model.parameters(), lr=1.0), SparseModelAverager(model, sparsifier, options)
 

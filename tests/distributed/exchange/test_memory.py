@@ -27,7 +27,7 @@ from tests.markdown import PROJECT
 from tests.workers import run_workers
 
 DOCS = PROJECT / "docs/evidence/performance.md"
-ONE_PERCENT, TEN_PERCENT = (HardThreshold(density=density, calibration_steps=2) for density in (0.01, 0.1))
+ONE_PERCENT, TEN_PERCENT = (HardThreshold(density=density) for density in (0.01, 0.1))
 THIRTY = {"steps": 30, "exchange": "gather"}
 ROWS = {
     'hard threshold, `exchange="gather"`': (ONE_PERCENT, THIRTY),

@@ -69,7 +69,6 @@ class Case:
     sparsifier: str
     threshold: float
     density: float
-    calibration_steps: int
     layer_thresholds: tuple[tuple[str, float], ...]
     error_feedback: str
     value_dtype: str
@@ -204,7 +203,6 @@ def draw_case(seed: int) -> Case:
         sparsifier=sparsifier,
         threshold=_draw_threshold(draw, scale),
         density=draw.one_of((1.0, 0.5, 0.1, 0.01, 0.001)),
-        calibration_steps=draw.whole(1, 3),
         layer_thresholds=_draw_layer_thresholds(draw, layers, scale) if sparsifier != "top_k" else (),
         error_feedback=error_feedback,
         value_dtype=draw.one_of(("float32", "float32", "bfloat16", "bfloat16")),

@@ -42,6 +42,7 @@ class Simulation:
         latest: e' after the last backward, by worker and name; the checker sets it.
         stale: the gradient of every parameter after the last optimizer step, skipped or not.
         threshold: λ of layers without their own λ; 0 during calibration, None for Top-k.
+        measured: (1/n) Σ_i ‖g_i‖² from which λ follows; None until it was measured.
     """
 
     case: Case
@@ -49,7 +50,7 @@ class Simulation:
     latest: list[dict[str, Tensor]] = field(default_factory=list)
     stale: dict[str, Tensor | None] = field(default_factory=dict)
     threshold: float | None = field(init=False)
-    measured: list[float] = field(default_factory=list)
+    measured: float | None = None
 
     def __post_init__(self) -> None:
         self.errors = [
@@ -66,8 +67,7 @@ class Simulation:
 
     @property
     def is_calibrating(self) -> bool:
-        is_enough = len(self.measured) >= self.case.calibration_steps
-        return self.case.sparsifier == "density" and self.case.density < 1 and not is_enough
+        return self.case.sparsifier == "density" and self.case.density < 1 and self.measured is None
 
     def step(
         self, step: int, scale: float | None, actual: list[dict[str, Tensor]]

@@ -90,7 +90,6 @@ class Training:
             else HardThreshold(
                 threshold=case.threshold if case.sparsifier == "threshold" else None,
                 density=case.density if case.sparsifier == "density" else None,
-                calibration_steps=case.calibration_steps if case.sparsifier == "density" else None,
                 layer_thresholds=dict(case.layer_thresholds),
             ),
             GradientOptions(

@@ -117,8 +117,8 @@ if INTERPRETED:
                 torch.testing.assert_close(*numbers, rtol=accuracy, atol=0)
 
     FIXED, BFLOAT16 = HardThreshold(threshold=THRESHOLD), torch.bfloat16
-    CALIBRATED = HardThreshold(density=0.1, calibration_steps=2)
-    OF_LAYERS = HardThreshold(density=0.1, calibration_steps=2, granularity="layer")
+    CALIBRATED = HardThreshold(density=0.1)
+    OF_LAYERS = HardThreshold(density=0.1, granularity="layer")
     WITH_OWN = HardThreshold(threshold=THRESHOLD, layer_thresholds={"0.*": 0.2})
 
     @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class Case:
 
 
 DDP, LOCAL = DDPHardThresholdStrategy, LocalHardThresholdStrategy
-DENSITY: dict[str, Any] = {"density": 0.1, "calibration_steps": 2}
+DENSITY: dict[str, Any] = {"density": 0.1}
 MEANS = {"worker_state": "small"}
 CASES = {
     "gathered": Case(DDP, {"threshold": 0.01, "exchange": "gather"}),

@@ -110,9 +110,8 @@ OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": "adam"},
     "accumulation": {"accumulate": 2},
     "middle of an epoch": {"batches_per_epoch": 5},
-    "middle of calibration": {"strategy": {"density": 0.05, "calibration_steps": 10}},
-    "after calibration": {"strategy": {"density": 0.05, "calibration_steps": 3}},
-    "share of each layer": {"strategy": {"density": 0.1, "calibration_steps": 3, "granularity": "layer"}},
+    "density": {"strategy": {"density": 0.05}},
+    "share of each layer": {"strategy": {"density": 0.1, "granularity": "layer"}},
     "given thresholds": {"strategy": {"density": 0.02, "layer_thresholds": {"*.bias": 0.0}}},
     "learning rate": {"strategy": {"error_feedback": "learning_rate"}},
     "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
@@ -134,10 +133,9 @@ OF_DRIFTS: dict[str, dict[str, Any]] = {
     "every third step": {"strategy": {"every_n_steps": 3}},
     "back to the anchor": {"strategy": KEPT_APART},
     "outer optimizer": {"strategy": {"outer_optimizer": NESTEROV}},
-    "density": {"strategy": {"density": 0.2, "calibration_steps": 3}},
-    "share of each layer": {"strategy": {"density": 0.2, "calibration_steps": 3, "granularity": "layer"}},
+    "density": {"strategy": {"density": 0.2}},
+    "share of each layer": {"strategy": {"density": 0.2, "granularity": "layer"}},
     "given thresholds": {"strategy": {"density": 0.05, "layer_thresholds": {"*.bias": 0.0}}},
-    "middle of calibration": {"strategy": {"density": 0.2, "calibration_steps": 12}},
     "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
     "accumulation": {"accumulate": 2},
     "middle of an epoch": {"batches_per_epoch": 5},
@@ -363,7 +361,7 @@ def test_a_threshold_changed_by_the_user_stays(tmp_path: Path) -> None:
     run(2, CASES["plain"], STOP, save=(STOP, str(path)))
     for worker in run(2, {"strategy": {"threshold": 0.5}}, STOP + 4, resume=path):
         assert worker["threshold"] == 0.5
-    for worker in run(2, {"strategy": {"density": 0.1, "calibration_steps": 2}}, STOP + 4, resume=path):
+    for worker in run(2, {"strategy": {"density": 0.1}}, STOP + 4, resume=path):
         assert worker["threshold"] not in (0.0, 0.02)
 
 
@@ -401,7 +399,7 @@ def _continue_for_six_steps(path: str, threshold: float | None) -> list[StepStat
             trainer.strategy.state.set_threshold(threshold)  # type: ignore[attr-defined]
 
     num_workers = int(os.environ["WORLD_SIZE"])
-    strategy = DDPHardThresholdStrategy(density=0.1, calibration_steps=2)
+    strategy = DDPHardThresholdStrategy(density=0.1)
     steps = torch.load(path, weights_only=True)["global_step"] if os.path.exists(path) else 0
     options = {"num_workers": num_workers, "max_steps": steps + 6}
     trainer = quiet_trainer(strategy, callbacks=[LambdaCallback(on_train_start=start)], **options)

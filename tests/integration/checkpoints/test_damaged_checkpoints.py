@@ -36,7 +36,7 @@ CASES = 120
 """Number of seeds for each strategy. A manual run of 1,000 seeds each also passed."""
 
 STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: DDPHardThresholdStrategy(density=0.1, calibration_steps=3),
+    "ddp": lambda: DDPHardThresholdStrategy(density=0.1),
     "local": lambda: LocalHardThresholdStrategy(threshold=0.02, keep_drift=False, outer_optimizer=NESTEROV),
     "hsdp": lambda: HSDPHardThresholdStrategy(threshold=0.1, replicas=2, save_distributed_checkpoint=False),
     "local_hsdp": lambda: LocalHSDPHardThresholdStrategy(

@@ -70,7 +70,6 @@ def fit_builtin(root, steps):
         f"--trainer.val_check_interval={steps}",
         "--trainer.limit_val_batches=20",
         f"--trainer.default_root_dir={root}",
-        "--trainer.strategy.calibration_steps=5",
         "--trainer.strategy.density=0.05",
         "--model.learning_rate=0.01",
     )

@@ -56,7 +56,7 @@ def test_an_infinite_gradient_reaches_all_ranks_in_the_same_step() -> None:
 
 
 LOGGED: dict[str, tuple[Any, Any, int, dict[str, Any], float]] = {
-    "drifts": (DRIFTS, WithAdam, 12, {"calibration_steps": 8, "every_n_steps": 2}, 0.2),
+    "drifts": (DRIFTS, WithAdam, 12, {"every_n_steps": 2}, 0.2),
     "gradients": (GRADIENTS, Sharded, 12, {}, 0.35),  # few exchanges, so the controller adjusts λ slowly
 }
 

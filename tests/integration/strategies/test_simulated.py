@@ -385,10 +385,10 @@ def test_simulated_workers_equal_processes(name: str) -> None:
 
 UP_TO_ROUNDING: dict[str, dict[str, Any]] = {
     "clipped": {"like": {"local_clip_norm": 0.2}},
-    "held": {"sparsifier": HardThreshold(density=0.05, calibration_steps=3)},
+    "held": {"sparsifier": HardThreshold(density=0.05)},
     "held, of each layer that some worker uses": {
         "module": OftenSkipping,
-        "sparsifier": HardThreshold(density=0.1, calibration_steps=2, granularity="layer"),
+        "sparsifier": HardThreshold(density=0.1, granularity="layer"),
         "trainer": {"max_steps": 24},
     },
 }

@@ -1,11 +1,10 @@
 import dataclasses
-from math import isfinite, sqrt
+from math import sqrt
 
 import pytest
 
 from lightning_sparse import Dense, ExchangeOptions, GradientOptions, HardThreshold, StepStats, TopK, paper_threshold
 from lightning_sparse.engine.calibrator import Calibrator
-from lightning_sparse.engine.density_control import ThresholdCalibration
 from lightning_sparse.engine.step_stats import LayerStats
 
 
@@ -13,13 +12,16 @@ def test_the_papers_rule_gives_the_papers_threshold_for_resnet18():
     assert paper_threshold(0.001, 11_173_962) == pytest.approx(4.73e-3, rel=1e-3)
 
 
-def test_calibration_averages_over_its_steps():
-    calibration = ThresholdCalibration(density=0.01, steps=2)
-    for norm in (float("nan"), 3.0, float("inf"), 0.0, 5.0):
-        assert not calibration.is_complete
-        calibration.observe(norm)
-    assert calibration.is_complete
-    assert calibration.threshold(100) == pytest.approx(sqrt(4.0 / (0.01 * 100)))
+@pytest.mark.parametrize("overshoot", [0.0, 0.5])
+def test_the_first_norm_that_is_finite_and_not_0_gives_the_threshold(overshoot):
+    sparsifier = HardThreshold(density=0.01, overshoot=overshoot)
+    calibrator = Calibrator(sparsifier, ExchangeOptions(), logs=True)
+    stats = StepStats(2, 100, 200, 0.0, 0, 0.0, 0, 400, 400, 0.0)
+    for squared_norm in (float("nan"), 0.0, float("inf"), 3.0):
+        assert calibrator.is_running
+        calibrator.observe(dataclasses.replace(stats, squared_gradient_norm=squared_norm), counts=False)
+    assert not calibrator.is_running
+    assert sparsifier.threshold == pytest.approx(sqrt(3 / (0.01 * 100 * (1 - overshoot**2))))
 
 
 def test_a_density_of_one_sends_everything_and_calibrates_nothing():
@@ -36,41 +38,6 @@ def test_a_reset_forgets_a_threshold_that_was_set(options):
     calibrator.set_threshold(5.0)
     calibrator.begin()
     assert calibrator.state_dict() == before
-
-
-@pytest.mark.parametrize("squared_norm", [0.0, float("nan"), float("inf")])
-def test_an_endless_calibration_warns_once(squared_norm):
-    def endless():
-        return Calibrator(HardThreshold(density=0.01, calibration_steps=4), ExchangeOptions(), logs=True)
-
-    calibrator = endless()
-    non_finite = 0 if isfinite(squared_norm) else 3
-    stats = StepStats(2, 100, 200, 0.0, 0, squared_norm, non_finite, 400, 400, 0.0)
-    measurable = dataclasses.replace(stats, squared_gradient_norm=4.0)
-    for step in [measurable] + [stats] * 49:
-        calibrator.observe(step)
-    saved, calibrator = calibrator.state_dict(), endless()
-    calibrator.load_state_dict(saved)
-    with pytest.warns(UserWarning, match=r"no threshold after 51 steps, so everything is sent.* It observed 1,"):
-        calibrator.observe(stats)
-    for step in [measurable] + [stats] * 30 + [measurable] * 2:
-        assert calibrator.is_running
-        calibrator.observe(step)
-    assert not calibrator.is_running
-
-
-def test_calibration_raises_if_squares_of_finite_gradients_overflow():
-    calibrator = Calibrator(HardThreshold(density=0.01, calibration_steps=4), ExchangeOptions(), logs=False)
-    stats = StepStats(2, 100, 200, 0.0, 0, float("inf"), 0, 400, 400, 0.0)
-    for _ in range(49):
-        calibrator.observe(stats)
-    with pytest.raises(RuntimeError, match="overflowed in 50 steps"):
-        calibrator.observe(stats)
-    # A resume continues after 50 steps.
-    for _ in range(49):
-        calibrator.observe(stats)
-    with pytest.raises(RuntimeError, match=r"gradients are finite, but ‖g‖² overflowed in 100 steps. Scale the loss"):
-        calibrator.observe(stats)
 
 
 @pytest.mark.parametrize("granularity", ["model", "layer"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sparse import HardThreshold
-from lightning_sparse.engine.density_control import DensityControl, ThresholdCalibration
+from lightning_sparse.engine.density_control import DensityControl, first_threshold
 from lightning_sparse.engine.step_stats import LayerStats
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.selection.bucket import keep_residual
@@ -52,10 +52,7 @@ def test_each_layer_overshoots_by_its_own_threshold():
 def test_calibration_takes_the_overshoot_into_account():
     thresholds = []
     for overshoot in (0.0, 0.6):
-        calibration = ThresholdCalibration(0.01, 3, overshoot=overshoot)
-        for _ in range(3):
-            calibration.observe(100.0)  # σ² of 1 for each of 100 coordinates
-        thresholds.append(calibration.threshold(100))
+        thresholds.append(first_threshold(100.0, 100, 0.01, overshoot))  # σ² of 1 for each of 100 coordinates
         statistics = residual_statistics(thresholds[-1], noise=1.0, overshoot=overshoot)
         assert statistics.density == pytest.approx(0.01, rel=0.2)
     assert thresholds[1] == pytest.approx(thresholds[0] / 0.8)

@@ -13,7 +13,6 @@ from lightning_sparse.strategies.arguments import _entries
 THRESHOLD: dict[str, Any] = {
     "threshold": None,
     "density": None,
-    "calibration_steps": None,
     "layer_thresholds": None,
     "granularity": "model",
     "overshoot": 0.0,
