@@ -18,22 +18,27 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from lightning_sparse.exchange.agreement import gather_objects
+from lightning_sparse.exchange.workers import as_real
 
 
 def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
     """Return a flat local part as a DTensor sharded like the parameter.
 
-    The part has the order of the shard's indices. Without sharding, returns ``flat`` itself. Not collective.
+    The part has the order of the shard's indices, with two numbers per complex element, which become a last dimension.
+    Without sharding, returns ``flat`` itself. Not collective.
     """
     if not isinstance(parameter, DTensor):
         return flat
+    shape, stride = parameter.shape, parameter.stride()
+    if parameter.is_complex():
+        shape, stride = torch.Size([*shape, 2]), (*(2 * step for step in stride), 1)
     return DTensor.from_local(
-        flat.view(parameter.to_local().shape),
+        flat.view(as_real(parameter.to_local()).shape),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=shape,
+        stride=stride,
     )
 
 
