@@ -187,6 +187,8 @@ def draw_case(seed: int) -> Case:
     jumps = draw.chance(0.4)
     elements = sum(layer.size for layer in layers)
     bucket_cap_mb, is_view = draw.one_of(BUCKET_CAPS_MB), draw.chance(0.5)
+    threshold, density = _draw_threshold(draw, scale), draw.one_of((1.0, 0.5, 0.1, 0.01, 0.001))
+    draw.whole(1, 3)  # so that later choices of a seed stay the same
     if is_view and keeps and not all(map(all, attempts)) and zeroing == "zeros":
         # All views of a bucket share a version, which tells whether gradients of zeros are untouched.
         zeroing = "none"
@@ -201,8 +203,8 @@ def draw_case(seed: int) -> Case:
         skips_late=skips_late,
         zeroing=zeroing,
         sparsifier=sparsifier,
-        threshold=_draw_threshold(draw, scale),
-        density=draw.one_of((1.0, 0.5, 0.1, 0.01, 0.001)),
+        threshold=threshold,
+        density=density,
         layer_thresholds=_draw_layer_thresholds(draw, layers, scale) if sparsifier != "top_k" else (),
         error_feedback=error_feedback,
         value_dtype=draw.one_of(("float32", "float32", "bfloat16", "bfloat16")),

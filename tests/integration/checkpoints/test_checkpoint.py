@@ -381,7 +381,7 @@ def _set_and_save(case: dict[str, Any], path: str) -> dict[str, Any]:
     return {"file": torch.load(path, weights_only=True)["lightning_sparse"]["numbers"], "own": own["numbers"]}
 
 
-@pytest.mark.parametrize("name", ["plain", "after calibration", "share of each layer", "local, density"])
+@pytest.mark.parametrize("name", ["plain", "density", "share of each layer", "local, density"])
 @pytest.mark.parametrize("num_workers", [2, 1])
 def test_a_threshold_that_is_set_after_a_step_is_saved(name: str, num_workers: int, tmp_path: Path) -> None:
     case = CASES[name]

@@ -16,7 +16,7 @@ def test_sparse_sums_receive_fewer_bytes_than_exact_sums(tmp_path, monkeypatch):
     rows = {row["exchange"]: row for row in csv.DictReader(output.read_text().splitlines())}
     assert rows.keys() == {"dense", "reduce_scatter", "sparse_sums"}
     received = {name: float(row["received_bytes_per_parameter"]) for name, row in rows.items()}
-    # All three begin with three dense steps.
+    # The others begin with a dense step.
     assert received["dense"] == 8
-    assert 2 < received["sparse_sums"] < received["reduce_scatter"] < 4
+    assert 1 < received["sparse_sums"] < received["reduce_scatter"] < 3
     assert all(0 < float(row["accuracy"]) < 1 for row in rows.values())

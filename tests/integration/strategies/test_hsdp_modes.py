@@ -92,7 +92,7 @@ def test_the_density_is_reached_and_all_numbers_are_logged(name: str) -> None:
     for result in results:
         assert result["thresholds"] == first["thresholds"]
         assert result["densities"] == first["densities"]
-    for words in ("bytes sent per replica", "median dense step", "median sparse step"):
+    for words in ("bytes sent per replica", "median step", "waited for the exchange"):
         assert words in first["table"]
     later = first["densities"][len(first["densities"]) // 2 :]
     assert len(later) > 20
