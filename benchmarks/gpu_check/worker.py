@@ -109,9 +109,7 @@ class Training:
         self.mixed = torch.autocast(device.type, torch.float16 if device.type == "cuda" else torch.bfloat16, is_mixed)
         self.state = None
         if configuration.exchange is not None:
-            sparsifier = (
-                TopK(0.01) if configuration.sparsifier == "top-k" else HardThreshold(density=0.01)
-            )
+            sparsifier = TopK(0.01) if configuration.sparsifier == "top-k" else HardThreshold(density=0.01)
             self.state = register_comm_hook(
                 self.ddp,
                 sparsifier,

@@ -31,7 +31,7 @@ from lightning_sparse.exchange.workers import Pending, Workers, use_batch_schedu
 
 ExchangeMode = Literal["auto", "gather", "reduce_scatter", "sparse_sums", "dense"]
 FIRST_CAPACITY = 1024
-"""Selected coordinates assumed before the first count, for routes that the user chose."""
+"""Selected coordinates assumed before the first count without a density, for routes that the user chose."""
 UNEVEN_SLICES = 2
 """The assumed ratio of the fullest slice to the mean slice before the first count."""
 
@@ -41,13 +41,14 @@ class Exchange:
 
     Args:
         mode: a route of ``ExchangeOptions``. ``"auto"`` chooses by the number of selected coordinates in the previous
-            step (``lightning_sparse.exchange.routes.cost_model``). With ``"auto"`` and ``"sparse_sums"``, a bucket
-            without a history takes the dense route, as in the first step.
+            step (``lightning_sparse.exchange.routes.cost_model``).
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link. Determines the choice of ``"auto"`` and how many payloads share a
             message (``PayloadCoalescer``). With None, ``"auto"`` assumes a fast link, at which sparse routes pay off
             least.
         workers: replace the workers of the group, for a warmup and for simulated workers.
+        density: the share of selected coordinates that is assumed for a bucket without a history. With None, such a
+            bucket takes the dense route with ``"auto"`` and ``"sparse_sums"``.
 
     Attributes:
         buffers: memory that every step reuses, for all work on buckets.
@@ -64,8 +65,10 @@ class Exchange:
         group: dist.ProcessGroup | None = None,
         link_gbit_s: float | None = None,
         workers: Workers | None = None,
+        density: float | None = None,
     ) -> None:
         self.mode = mode
+        self._density = density
         self.link_gbit_s = link_gbit_s
         self.workers = workers or Workers(group, dist.get_rank(group), dist.get_world_size(group))
         # The assumed link rate depends on whether all workers share a node.
@@ -142,7 +145,7 @@ class Exchange:
             dense = (QuantisedDenseTransfer if wire.is_quantised and not is_empty else DenseTransfer)(*common)
             dense.is_typical = not is_full
             return dense
-        capacity = self._forecasts["selected"].get(key, Forecast.first(FIRST_CAPACITY)).capacity(num_elements)
+        capacity = (self._expected(key) or Forecast.first(FIRST_CAPACITY)).capacity(num_elements)
         may_go_dense = costs if self.mode == "auto" and not by_senders else None
         if route == "gather":
             return GatherTransfer(*common, coalescer=self._coalescer, capacity=capacity, costs=may_go_dense)
@@ -215,7 +218,7 @@ class Exchange:
     def _route(self, key: tuple[int, int], costs: Costs, *, on_gpu: bool) -> Route:
         if self.mode in ("gather", "reduce_scatter", "dense"):
             return self.mode
-        selected, slices = self._forecasts["selected"].get(key), self._forecasts["slices"].get(key)
+        selected, slices = self._expected(key), self._forecasts["slices"].get(key)
         if selected is None:
             return "dense"
         if self.mode == "sparse_sums":
@@ -223,6 +226,11 @@ class Exchange:
         largest_slice = UNEVEN_SLICES * selected.last / costs.num_workers if slices is None else slices.last
         known = speeds(self.link_gbit_s, on_gpu=on_gpu, is_one_node=self._is_one_node)
         return costs.cheapest(selected.last, largest_slice, known)
+
+    def _expected(self, key: tuple[int, int]) -> Forecast | None:
+        """Return the forecast of a bucket's selected coordinates, None if there is none."""
+        first = None if self._density is None else Forecast.first(round(self._density * key[1]))
+        return self._forecasts["selected"].get(key, first)
 
     def _update_forecasts(self, transfer: Transfer, largest: Largest) -> None:
         if not transfer.is_typical:
