@@ -4,13 +4,16 @@ from collections.abc import Collection, Mapping
 from math import inf
 from typing import Any
 
-from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.engine.density_control import DensityControl, first_threshold, pace_of, share_of_layer
 from lightning_sparse.engine.options import ExchangeOptions
 from lightning_sparse.engine.step_stats import LayerStats, StepStats
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier
+
+LATE = 50
+"""Calibration is late after this many exchanges."""
 
 
 class Calibrator:
@@ -22,7 +25,7 @@ class Calibrator:
     Args:
         sparsifier: the sparsifier whose λ the calibrator sets.
         options: the options of the exchange.
-        logs: whether to log the calibrated λ.
+        logs: whether to log the calibrated λ and to warn about a late calibration.
     """
 
     def __init__(self, sparsifier: Sparsifier, options: ExchangeOptions, *, logs: bool) -> None:
@@ -41,6 +44,7 @@ class Calibrator:
         """Return to the given λ, or start a new calibration."""
         self._controls: dict[str, DensityControl] = {}  # by layer, "" is the model
         self._unconfirmed: StepStats | None = None
+        self._unmeasured = 0
         if self._sparsifier is not None:
             self._sparsifier.fix_threshold(self._given)
 
@@ -85,6 +89,13 @@ class Calibrator:
                 rank_zero_info(
                     f"lightning_sparse: calibrated the threshold to {threshold:.6g}, for a density of "
                     f"{sparsifier.density:g} of {stats.num_elements:,} coordinates."
+                )
+        else:
+            self._unmeasured += 1
+            if self._logs and self._unmeasured == LATE:
+                rank_zero_warn(
+                    f"lightning_sparse: {LATE} exchanges sent everything: λ is unknown, because ‖g‖² was 0 or not "
+                    "finite. Check the loss, or set threshold=…"
                 )
 
     def confirm(self, names: Collection[str]) -> None:

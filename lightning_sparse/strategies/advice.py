@@ -62,7 +62,7 @@ class Advice:
         """
         # A discarded run may precede training, and its numbers do not count.
         self._is_watching = num_exchanges is not None
-        self._calibrating = self._steps = self._silent = 0
+        self._steps = self._silent = 0
         self._silent_since = 0.0
         self._selected = self._elements = self._dense_elements = 0
         self._silent_layers: dict[str, float] = {}
@@ -106,12 +106,7 @@ class Advice:
 
     def add(self, stats: StepStats) -> None:
         """Add the statistics of an exchange."""
-        if not self._is_watching:
-            return
-        if stats.is_calibration:
-            self._calibrating += 1
-            if self._calibrating == EXCHANGES_BEFORE_WARNING:
-                self._report_uncalibrated()
+        if not self._is_watching or stats.is_calibration:
             return
         layers = self._silent_layers if self._steps else stats.layers
         self._steps += 1
@@ -132,8 +127,6 @@ class Advice:
         """Report problems that are known only at the end of a fit."""
         if not self._is_watching:
             return
-        if self._calibrating > 1 and not self._steps:
-            self._report_uncalibrated()
         sent = self._selected / max(self._elements, 1) * self._steps
         silent = {name: error for name, error in self._silent_layers.items() if error > 0}
         if silent and sent >= MIN_SENT:
@@ -143,12 +136,6 @@ class Advice:
                 f"{len(silent):,} layers sent nothing in {_count(self._steps)} exchanges, such as {largest}. "
                 "Set layer_thresholds.",
             )
-
-    def _report_uncalibrated(self) -> None:
-        self._warn(
-            "calibration",
-            f"{_count(self._calibrating)} exchanges sent everything: λ is unknown, because ‖g‖² was 0 or not finite.",
-        )
 
     def _report_nothing_sent(self, stats: StepStats) -> None:
         grown = stats.squared_error - self._silent_since

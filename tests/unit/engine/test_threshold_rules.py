@@ -40,6 +40,17 @@ def test_a_reset_forgets_a_threshold_that_was_set(options):
     assert calibrator.state_dict() == before
 
 
+def test_a_late_calibration_warns_once():
+    calibrator = Calibrator(HardThreshold(density=0.01), ExchangeOptions(), logs=True)
+    stats = StepStats(2, 100, 200, 0.0, 0, 0.0, 0, 400, 400, 0.0)
+    for _ in range(49):
+        calibrator.observe(stats)
+    with pytest.warns(UserWarning, match=r"50 exchanges sent everything: λ is unknown, because ‖g‖² was 0 or not fin"):
+        calibrator.observe(stats)
+    for _ in range(100):
+        calibrator.observe(stats)
+
+
 @pytest.mark.parametrize("granularity", ["model", "layer"])
 @pytest.mark.parametrize(
     ("selected", "squared_errors", "keeps_residual", "moves"),
