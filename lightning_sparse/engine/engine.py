@@ -36,7 +36,7 @@ from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.selection.extraction import Extraction
 from lightning_sparse.selection.statistics import header_fields
 from lightning_sparse.sparsifiers.hard_threshold import Dense, HardThreshold
-from lightning_sparse.sparsifiers.protocol import Sparsifier, target_density
+from lightning_sparse.sparsifiers.protocol import Sparsifier
 
 _Bucket = TypeVar("_Bucket", bound=FlatBucket)
 
@@ -80,7 +80,8 @@ class Engine:
         workers: Workers | None = None,
     ) -> None:
         options.validate(sparsifier)
-        density = target_density(sparsifier)
+        # Only a density that is compared between workers may determine the sizes of messages.
+        density = sparsifier.density if isinstance(sparsifier, HardThreshold) else None
         self.exchange = Exchange(options.exchange, group, options.link_gbit_s, workers, density)
         self.workers = self.exchange.workers
         # As text, because a checkpoint may not support the types in a custom sparsifier's settings.

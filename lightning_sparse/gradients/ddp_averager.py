@@ -235,7 +235,10 @@ class DDPGradientAverager(Averager):
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()
+        is_calibration = self._engine.calibrator.is_running
         self._engine.end_step(extra_bytes=extra_bytes, counts=False)  # it counts once an optimizer steps
+        if is_calibration:  # a dropped backward calibrates too
+            self._committed_numbers |= self._engine.given_calibrator.state_dict()
 
     def _note_numbers(self) -> None:
         """Store the numbers of the committed step for checkpoints."""

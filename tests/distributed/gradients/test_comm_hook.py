@@ -11,7 +11,15 @@ from torch.optim.optimizer import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_sparse import DriftOptions, GradientOptions, HardThreshold, LayerLayout, TopK, register_comm_hook
+from lightning_sparse import (
+    DriftOptions,
+    GradientOptions,
+    HardThreshold,
+    LayerLayout,
+    MarkingSparsifier,
+    TopK,
+    register_comm_hook,
+)
 from lightning_sparse.engine import warmup
 from tests.distributed.training import Weights
 from tests.workers import of_all_workers, on_workers, run_workers
@@ -53,6 +61,28 @@ def test_the_first_exchange_of_a_density_is_dense_and_later_ones_are_sparse():
     assert dense_bytes <= payload_bytes[0] <= dense_bytes + 100
     assert payload_bytes[1] < 0.7 * dense_bytes  # half are averages, dense until their number is known
     assert all(sent < dense_bytes / 3 for sent in payload_bytes[2:])
+
+
+class OwnBudget(MarkingSparsifier):
+    """Has another density on each worker."""
+
+    @property
+    def density(self):
+        return (0.1, float("nan"))[dist.get_rank()]
+
+    def mark(self, compensated, layout):
+        return compensated >= 1.0 + dist.get_rank()
+
+
+@pytest.mark.parametrize("exchange", ["auto", "gather", "reduce_scatter"])
+@on_workers(2)
+def test_the_density_of_a_custom_sparsifier_does_not_size_messages(exchange):
+    model, state = wrapped(OwnBudget(), torch.nn.Linear(5000, 1, bias=False), exchange=exchange)
+    for average in (0.75, 2.25):  # the second worker sends its residual of 1.5 with the second gradient
+        model.zero_grad()
+        model(torch.full((1, 5000), 1.5)).sum().backward()
+        state.commit()
+        assert torch.equal(model.module.weight.grad, torch.full((1, 5000), average))
 
 
 @on_workers(1)

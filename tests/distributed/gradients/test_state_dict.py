@@ -82,7 +82,7 @@ def test_a_resumed_loop_equals_an_uninterrupted_loop(num_workers, sparsifier):
         Accordion(0.05, 0.2, interval=1, relative_change=0.9),
     ],
 )
-@pytest.mark.parametrize(("stop", "dropped"), [(1, None), (STOP, STOP - 1), (STOP, STOP - 2)])
+@pytest.mark.parametrize(("stop", "dropped"), [(1, None), (1, 0), (STOP, STOP - 1), (STOP, STOP - 2)])
 def test_a_stop_after_the_first_or_a_dropped_step_changes_no_weight(sparsifier, stop, dropped):
     for straight, resumed in run_workers(_stop_and_go_on, 2, sparsifier, stop, dropped):
         assert any(residual.any() for residual in straight[2]["own"]["unsent"].values())
