@@ -6,13 +6,15 @@
 As root, each worker is a host of the network lab, with one core and one thread. Otherwise the workers use loopback
 without a rate limit, after a message. With more hosts than cores, workers share cores, which also raises the floor.
 
-    resnet18   torchvision's, with 10 classes and 8 images of 32 x 32: little compute relative to its gradient
-    lstm       the recipe's, 3 x 650 with WikiText-2's vocabulary, 2 columns of 30 words
-    neumf      the recipe's for MovieLens-20M, 16,384 pairs
-    gpt        the recipe's, 16 windows of 64 bytes: the smallest model, with 279,168 parameters
+    resnet18     torchvision's, with 10 classes and 8 images of 32 x 32: little compute relative to its gradient
+    lstm         the recipe's, 3 x 650 with WikiText-2's vocabulary, 2 columns of 30 words
+    neumf        the recipe's for MovieLens-20M, 16,384 pairs
+    neumf_small  the laptop recipe's, 332,433 parameters, 4,096 pairs
+    gpt          the recipe's, 16 windows of 64 bytes: the smallest model, with 279,168 parameters
 
     floor                 DDP's no_sync: a step without any exchange
     ddp_idle              DDP with an empty hook: its copies and its broadcast of buffers
+    ddp_message           DDP with a hook that only exchanges a message of 8 bytes
     ddp_fp32, ddp_bf16    DDP, and DDP with torch's bf16_compress_hook
     powersgd_4            torch's PowerSGD hook of rank 4. It chains collectives in callbacks, which can crash Gloo, so
                           it runs in separate processes with a separate floor
@@ -44,7 +46,7 @@ from benchmarks import report
 from benchmarks.step_time.hosts import UNSHAPED, Hosts
 
 RATES = ["200mbit", "1gbit", "10gbit", UNSHAPED]
-MODELS = ["resnet18", "lstm", "neumf", "gpt"]
+MODELS = ["resnet18", "lstm", "neumf", "neumf_small", "gpt"]
 FLOOR, POWER_SGD = "floor", "powersgd_4"
 HARD_THRESHOLDS = ["hard_threshold_0.01", "hard_threshold_0.001", "hard_threshold_0.0001", "hard_threshold_1"]
 DRIFTS = ["drift_0.01", "drift_0.02_float8", "drift_0.001", "drift_0.001_every_8"]
@@ -134,7 +136,12 @@ def parse() -> argparse.Namespace:
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"Unknown models {sorted(unknown)}. Must be some of {', '.join(MODELS)}.")
     pattern = "|".join(
-        [*METHODS[:5], r"(top_k|hard_threshold|overshoot)_\d+(\.\d+)?", r"drift_\d+(\.\d+)?(_every_\d+)?(_float8)?"]
+        [
+            *METHODS[:5],
+            "ddp_message",
+            r"(top_k|hard_threshold|overshoot)_\d+(\.\d+)?",
+            r"drift_\d+(\.\d+)?(_every_\d+)?(_float8)?",
+        ]
     )
     if unknown := {method for method in options.methods if not re.fullmatch(pattern, method)}:
         parser.error(f"Unknown methods {sorted(unknown)}. Must be some of {', '.join(METHODS)}, overshoot_0.001.")

@@ -1,6 +1,7 @@
 """The models of the benchmark, and their losses on random batches."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +47,13 @@ def build_model(model: str, device: torch.device) -> tuple[nn.Module, Loss]:
     else:
         from recipes.ncf_movielens.model import ML_20M_ITEMS, ML_20M_USERS, NeuMF
 
-        network = NeuMF(ML_20M_USERS, ML_20M_ITEMS)
+        is_small = model == "neumf_small"
+        num_users, num_items, pairs = (610, 9724, 4096) if is_small else (ML_20M_USERS, ML_20M_ITEMS, 16384)
+        sizes: tuple[Any, ...] = (16, (32, 32, 16, 8), 0.0) if is_small else ()
+        network = NeuMF(num_users, num_items, *sizes)
 
         def loss(module: nn.Module, generator: torch.Generator) -> Tensor:
-            users = draw(ML_20M_USERS, 16384, generator=generator)
-            items = draw(ML_20M_ITEMS, 16384, generator=generator)
-            return binary_cross_entropy_with_logits(module(users, items), draw(2, 16384, generator=generator).float())
+            users, items = (draw(number, pairs, generator=generator) for number in (num_users, num_items))
+            return binary_cross_entropy_with_logits(module(users, items), draw(2, pairs, generator=generator).float())
 
     return network.to(device), loss

@@ -24,6 +24,8 @@ from lightning_sparse import (
     StepStats,
     register_comm_hook,
 )
+from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.strategies.ddp import SINGLE_BUCKET_BYTES
 
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; PowerSGD starts with the third
 STEPS_PER_CORRECTION, MAX_CORRECTIONS, DENSITY_TOLERANCE = 6, 16, 0.07
@@ -40,7 +42,9 @@ class Training:
         self.method, self.device = method, device
         torch.manual_seed(0)
         network, self.loss = build_model(task["model"], device)
-        self.module = DistributedDataParallel(network, gradient_as_bucket_view=task["bucket_view"])
+        is_small = sum(parameter.nbytes for parameter in network.parameters()) <= SINGLE_BUCKET_BYTES
+        cap = 25 if is_small else None  # as the strategies do
+        self.module = DistributedDataParallel(network, gradient_as_bucket_view=task["bucket_view"], bucket_cap_mb=cap)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         self.generator = torch.Generator(device).manual_seed(1 + dist.get_rank())  # the same batches for all methods
         self.state: DDPGradientAverager | None = None
@@ -52,6 +56,9 @@ class Training:
             self.state = register_comm_hook(self.module, sparsifier)
         elif method == "ddp_idle":
             self.module.register_comm_hook(None, empty_hook)
+        elif method == "ddp_message":
+            workers = Workers(None, dist.get_rank(), dist.get_world_size())
+            self.module.register_comm_hook(workers, message_hook)
         elif method == "ddp_bf16":
             self.module.register_comm_hook(None, bf16_compress_hook)
         elif method == "powersgd_4":
@@ -184,6 +191,14 @@ def empty_hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def message_hook(workers: Workers, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Exchange 8 bytes at the end of a backward, to measure the cost of a message and of waiting for each other."""
+    if bucket.is_last():
+        part = torch.zeros(8, dtype=torch.uint8, device=bucket.buffer().device)
+        workers.all_gather(part.new_empty(8 * workers.num_workers), part).wait()
+    return empty_hook(None, bucket)
 
 
 def set_threshold(state: DDPGradientAverager | SparseModelAverager, threshold: float) -> None:
