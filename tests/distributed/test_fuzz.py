@@ -27,6 +27,7 @@ KNOWN_SEEDS = {
     20790: "the learning rate of an unused layer, committed while its earlier gradient waits for a step",
     # Seeds for which the simulation was wrong:
     50003: "a density of 1, which needs no statistics of layers",
+    914018: "λ from a dropped backward, which a checkpoint contains at once",
     # Seeds for which a bound of the simulation was too narrow:
     20669: "clipped values that round to zero on the wire, so that their selection is unknown",
     30067: "squares below the smallest normal float32",
