@@ -144,7 +144,9 @@ def parse() -> argparse.Namespace:
         ]
     )
     if unknown := {method for method in options.methods if not re.fullmatch(pattern, method)}:
-        parser.error(f"Unknown methods {sorted(unknown)}. Must be some of {', '.join(METHODS)}, overshoot_0.001.")
+        parser.error(
+            f"Unknown methods {sorted(unknown)}. Must be some of {', '.join(METHODS)}, ddp_message, overshoot_0.001."
+        )
     if FLOOR not in options.methods:
         options.methods.insert(0, FLOOR)
     if options.output is None:

@@ -88,8 +88,8 @@ class HardThreshold(MarkingSparsifier):
             )
         if granularity == "layer" and threshold is not None:
             raise ValueError(
-                f"Got granularity='layer' and {threshold=}. A λ per layer needs a density. Leave it out, or give "
-                "density=… instead of threshold=…."
+                f"Got granularity='layer' and {threshold=}. A λ per layer needs a density. Give density=… instead of "
+                "threshold=…, or leave granularity out."
             )
         if threshold is not None:
             _check_threshold("threshold", threshold)

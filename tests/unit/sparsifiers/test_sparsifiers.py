@@ -155,7 +155,7 @@ def test_layers_keep_their_thresholds_until_all_get_a_common_threshold():
         (HardThreshold, {"density": "0.01"}, r"Invalid density='0.01'. Must be within \(0, 1\]"),
         (HardThreshold, {"threshold": True}, "Invalid threshold=True"),
         (HardThreshold, {"granularity": "bucket"}, "Invalid granularity='bucket'. Must be one of 'layer', 'model'"),
-        (HardThreshold, {"granularity": "layer", "threshold": 1.0}, "A λ per layer needs a density. Leave"),
+        (HardThreshold, {"granularity": "layer", "threshold": 1.0}, "A λ per layer needs a density. Give dens"),
         (HardThreshold, {"threshold": 1.0, "density": 0.1}, "Got both threshold=1.0 and densi"),
         (HardThreshold, {"layer_thresholds": {"*": 0.0, "a*": -0.5}}, r"layer_thresholds\['a\*'\]=-0.5. Must be a"),
         (HardThreshold, {"layer_thresholds": {1: 0.1}}, "Must be λ by pattern of names, not by 1"),
