@@ -28,6 +28,7 @@ from tests.integration.models import (
     adam,
     assert_equal,
     clones,
+    compiled,
     data,
     nesterov,
     quiet_trainer,
@@ -75,12 +76,17 @@ def everything_of(module: nn.Module) -> dict[str, Tensor]:
 # Training.
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}, {"is_compiled": True}], ids=str
+)
 @on_workers(2, process_group=False)
 def test_threshold_zero_with_sgd_equals_ddp(options: dict[str, Any]) -> None:
-    models = [WithSchedule(nesterov), WithSchedule(nesterov)]
+    models, graphs = [WithSchedule(nesterov), WithSchedule(nesterov)], []
+    is_compiled = options.pop("is_compiled", False)
     for model, strategy in zip(models, ("ddp", LocalHardThresholdStrategy(threshold=0.0)), strict=True):
-        quiet_trainer(strategy, max_steps=8, **options).fit(model, ResumableData(1000))
+        trained = compiled(model, graphs) if is_compiled and strategy != "ddp" else model
+        quiet_trainer(strategy, max_steps=8, **options).fit(trained, ResumableData(1000))
+    assert bool(graphs) == is_compiled
     expected, found = (clones(model.named_parameters()) for model in models)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 if "precision" in options else 1e-6)
 
