@@ -1,5 +1,6 @@
-"""Loads windows of WikiText-2, as bytes or words, or of a Markov chain without a download."""
+"""Loads windows of WikiText-2 as bytes or words, of Python's source code, or of a Markov chain."""
 
+import sysconfig
 from pathlib import Path
 from typing import Literal
 
@@ -34,12 +35,28 @@ def windows_of(tokens: Tensor, length: int) -> TensorDataset:
     return TensorDataset(tokens[:end].view(-1, length), tokens[1 : end + 1].view(-1, length))
 
 
+def read_python_source() -> dict[str, Tensor]:
+    """Return the source code of Python's standard library as bytes by split: uint8, one-dimensional.
+
+    Of ten consecutive files in the order of their paths, one is for validation and one for the test. Tests of the
+    library are left out.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "test", "tests"}
+    paths = [path for path in sorted(folder.rglob("*.py")) if not left_out & {*path.relative_to(folder).parts}]
+    val, test = paths[::10], paths[1::10]
+    files = {"train": sorted({*paths} - {*val, *test}), "val": val, "test": test}
+    texts = {split: b"".join(path.read_bytes() for path in chosen) for split, chosen in files.items()}
+    return {split: torch.frombuffer(bytearray(text), dtype=torch.uint8) for split, text in texts.items()}
+
+
 class GPTDataModule(LightningDataModule):
     """Batches of inputs and of targets shifted by a token, integers of shape (batch_size, length).
 
     Args:
         root: folder of the data sets; WikiText-2 is downloaded to ``<root>/wikitext-2`` unless it exists.
-        source: ``wikitext2``, or ``builtin`` for 240,000 words of a Markov chain, with ``tokenizer="words"``.
+        source: ``wikitext2``; or, without a download, ``python`` for the source code of Python's standard library, as
+            bytes, and ``builtin`` for 240,000 words of a Markov chain, with ``tokenizer="words"``.
         tokenizer: ``bytes`` for 256 tokens, or ``words`` for torchtext's vocabulary of the training split.
         vocabulary_size: number of most frequent words to keep; other words become ``<unk>``. None keeps all, as
             ``builtin`` always does.
@@ -47,13 +64,13 @@ class GPTDataModule(LightningDataModule):
         batch_size: windows per worker and training step; four times as many in evaluation.
 
     Raises:
-        ValueError: a number is out of range, or ``builtin`` or a vocabulary size is combined with bytes.
+        ValueError: a number is out of range, or the tokenizer does not fit the source or the vocabulary size.
     """
 
     def __init__(
         self,
         root: str = "data/",
-        source: Literal["wikitext2", "builtin"] = "wikitext2",
+        source: Literal["wikitext2", "python", "builtin"] = "wikitext2",
         tokenizer: Literal["bytes", "words"] = "bytes",
         vocabulary_size: int | None = None,
         length: int = 64,
@@ -67,8 +84,9 @@ class GPTDataModule(LightningDataModule):
             raise ValueError(f"Invalid {vocabulary_size=}. Must be at least 2, or None for all words.")
         if vocabulary_size is not None and tokenizer == "bytes":
             raise ValueError(f"Got {vocabulary_size=} with tokenizer='bytes', which has 256 tokens. Omit it.")
-        if source == "builtin" and tokenizer == "bytes":
-            raise ValueError("Got source='builtin' with tokenizer='bytes'. Add --data.tokenizer=words.")
+        needed = {"builtin": "words", "python": "bytes"}.get(source, tokenizer)
+        if tokenizer != needed:
+            raise ValueError(f"Got {source=} with {tokenizer=}. Add --data.tokenizer={needed}.")
         self.root = Path(root)
         self.source, self.tokenizer, self.max_vocabulary_size = source, tokenizer, vocabulary_size
         self.length, self.batch_size = length, batch_size
@@ -99,7 +117,9 @@ class GPTDataModule(LightningDataModule):
         self._texts = texts
 
     def _read(self) -> dict[str, Tensor]:
-        if self.tokenizer == "bytes":
+        if self.source == "python":
+            texts = read_python_source()
+        elif self.tokenizer == "bytes":
             texts = {}
             for split, name in FILES.items():
                 path = self.root / FOLDER / name

@@ -82,6 +82,7 @@ class GPTLanguageModel(LightningModule):
         weight_decay: weight decay of the optimizer.
         optimizer: ``"adamw"`` or ``"sgd"``, which needs a larger learning rate, such as 0.3.
         momentum: of SGD; also the first beta of AdamW, whose second is 0.95.
+        pretrained: a checkpoint of this module, with whose weights ``fit`` begins; its optimizer is not read.
 
     Raises:
         ValueError: a number is out of range, or the optimizer is unknown.
@@ -99,6 +100,7 @@ class GPTLanguageModel(LightningModule):
         weight_decay: float = 0.01,
         optimizer: Literal["adamw", "sgd"] = "adamw",
         momentum: float = 0.9,
+        pretrained: str | None = None,
     ) -> None:
         super().__init__()
         if learning_rate <= 0:
@@ -122,12 +124,14 @@ class GPTLanguageModel(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Raise a ValueError if the data have a larger vocabulary than the model."""
+        """Read the pretrained weights; raise a ValueError if the data have a larger vocabulary than the model."""
         needed, have = getattr(self.trainer.datamodule, "vocabulary_size", 0), self.hparams["vocabulary_size"]
         if needed > have:
             raise ValueError(
                 f"The data have {needed:,} tokens, but the model has {have:,}. Add --model.vocabulary_size={needed}."
             )
+        if stage == "fit" and self.hparams["pretrained"] is not None:
+            self.load_state_dict(torch.load(self.hparams["pretrained"], map_location="cpu")["state_dict"])
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

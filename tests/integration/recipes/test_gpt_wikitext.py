@@ -98,6 +98,26 @@ def test_a_small_vocabulary_raises():
         model.setup("fit")
 
 
+def test_fine_tuning_begins_with_pretrained_weights_on_source_code(tmp_path):
+    before = GPTLanguageModel(width=32)
+    torch.save({"state_dict": before.state_dict()}, tmp_path / "pretrained.ckpt")
+    module = GPTDataModule(source="python")
+    module.setup("fit")
+    assert all(b"import " in bytes(text[:100_000].tolist()) for text in module._texts.values())
+    assert bytes(module._texts["val"].tolist()) not in bytes(module._texts["train"].tolist())
+    model = GPTLanguageModel(width=32, pretrained=str(tmp_path / "pretrained.ckpt"))
+    model._trainer = SimpleNamespace(datamodule=module)
+    assert (model.network.decoder.weight != before.network.decoder.weight).any()
+    model.setup("fit")
+    for weight, expected in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+
+
+def test_source_code_as_words_raises():
+    with pytest.raises(ValueError, match=r"--data\.tokenizer=bytes"):
+        GPTDataModule(source="python", tokenizer="words")
+
+
 @pytest.mark.full
 @needs_data("wikitext-2")
 @pytest.mark.parametrize(("tokenizer", "size"), [("bytes", 256), ("words", 1000)])
