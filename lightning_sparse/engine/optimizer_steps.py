@@ -97,7 +97,7 @@ class ParameterStepObserver(StepObserver):
     def __init__(self, observed: Iterable[Tensor], page: str) -> None:
         self._ids = set(map(id, observed))
         self._page = page
-        self._warned: set[str] = set()
+        self._has_warned = False
         self._outer: Optimizer | None = None
         self._awaited_backward = -1
         super().__init__()
@@ -110,10 +110,10 @@ class ParameterStepObserver(StepObserver):
     def _after(self, optimizer: Optimizer) -> None:
         """Check an ended step before ``on_step``; several inside a backward count once."""
 
-    def _warn(self, problem: str, text: str) -> None:
-        """Warn of a problem once."""
-        if problem not in self._warned:
-            self._warned.add(problem)
+    def _warn(self, text: str) -> None:
+        """Warn once."""
+        if not self._has_warned:
+            self._has_warned = True
             rank_zero_warn(f"lightning_sparse: {text}. See docs/{self._page}.md.")
 
     def _step_begins(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
@@ -170,16 +170,11 @@ class UnexchangedParameters:
         self._module = weakref.ref(module)
         self._exchanged = {id(parameter): parameter for parameter in exchanged}
 
-    def first(self, optimizer: Optimizer | None = None) -> str | None:
-        """Return the name of the first unexchanged parameter with a gradient, or None.
-
-        Args:
-            optimizer: if given, only its parameters count.
-        """
+    def first(self, optimizer: Optimizer) -> str | None:
+        """Return the name of the optimizer's first unexchanged parameter with a gradient, or None."""
         if (module := self._module()) is None:
             return None
-        groups = [{"params": module.parameters()}] if optimizer is None else optimizer.param_groups
-        weights = [weight for group in groups for weight in group["params"]]
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         found = {id(weight) for weight in weights if id(weight) not in self._exchanged and weight.grad is not None}
         named = module.named_parameters() if found else ()  # a walk over all parameters takes long
         return next((name for name, parameter in named if id(parameter) in found), None)

@@ -128,12 +128,11 @@ class ShardGradientAverager(Averager):
             parameters: the parameters to exchange, such as those of one optimizer; None for all of the module.
 
         Raises:
-            RuntimeError: the exchange was closed, or only parameters that are not exchanged have gradients.
+            RuntimeError: the exchange was closed.
         """
         if self._is_closed:
             raise RuntimeError("The exchange was closed, so gradients would differ between replicas. Make a new one.")
         chosen = set(map(id, self._parameters.values() if parameters is None else parameters))
-        self.observed_steps.require_new(parameter for parameter in self._parameters.values() if id(parameter) in chosen)
         self.is_exchanging = True
         self._bucket_new()
         self._engine.begin()
