@@ -15,17 +15,14 @@ All strategies write the same fields under one key, plain containers and tensors
                     entry for their mean
     extras          for every rank of a replica, a list of every worker's ``Snapshot.extra``, with its optimizer and
                     precision states if workers have their own
-    files           CRC-32 of the files in the folder ``FOLDER``, which then holds ``shared`` and ``workers``
+    in_folder       whether the folder ``FOLDER`` holds ``shared`` and ``workers``
     why_incomplete  the reason why requested tensors are missing, None if they are not
-    seal            see ``lightning_sparse.engine.snapshot``
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
-
-from lightning_sparse.engine.snapshot import require_seal
 
 WorkerState = Literal["full", "small"]
 
@@ -54,29 +51,26 @@ def empty_content(kind: str, why_not: str | None, num_workers: int = 1, ranks: i
     """Return the content of a checkpoint without numbers and tensors."""
     content: dict[str, Any] = {"kind": kind, "version": VERSION, "why_incomplete": why_not}
     content |= {"world_size": num_workers, "ranks": ranks, "unsent_norm": None, "numbers": None}
-    return content | {"histories": [], "shared": {}, "workers": [], "extras": [], "files": {}}
+    return content | {"histories": [], "shared": {}, "workers": [], "extras": [], "in_folder": False}
 
 
-def own_content(content: Any, kind: str) -> Mapping[str, Any] | None:
+def own_content(content: Mapping[str, Any] | None, kind: str) -> Mapping[str, Any] | None:
     """Return a checkpoint's entry if averaging of this kind saved it, else None after a message.
 
     Raises:
-        DamagedStateError: the content has changed since it was saved.
         RuntimeError: a newer version wrote it.
     """
     if content is None:
         rank_zero_info(f"lightning_sparse: the checkpoint was written without a sparse exchange. {FRESH_STARTS[kind]}")
         return None
-    fields: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
-    if isinstance(version := fields.get("version"), int) and version > VERSION:
+    writer, unsent = content["kind"], content["unsent_norm"]
+    if content["version"] > VERSION:
         raise RuntimeError(
-            f"The checkpoint holds {fields.get('kind')} in format {version}, but this version of lightning_sparse "
+            f"The checkpoint holds {writer} in format {content['version']}, but this version of lightning_sparse "
             f"reads formats up to {VERSION}. Update lightning_sparse."
         )
-    require_seal(content)
-    writer, unsent = fields["kind"], fields["unsent_norm"]
     if writer == kind:
-        return fields
+        return content
     said = f"The unsent {writer} (norm {unsent:.3g}) are lost." if unsent else f"It holds no unsent {writer}."
     tell = rank_zero_warn if unsent else rank_zero_info
     tell(f"lightning_sparse: {WRITERS[writer]} wrote the checkpoint. {said} {FRESH_STARTS[kind]}")

@@ -1,7 +1,6 @@
 """Restoring averagers from a checkpoint, with messages about lost state."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -14,9 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, own_content, warn_of_incomplete
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
-from lightning_sparse.engine.snapshot import DamagedStateError, Snapshot, Tensors, unsent_norm, warn_of_discarded
-from lightning_sparse.exchange.agreement import raised_together
-from lightning_sparse.exchange.sharded_tensors import changed, like_parameter, own_part, read_folder, shapes_in_folder
+from lightning_sparse.engine.snapshot import Snapshot, Tensors, unsent_norm, warn_of_discarded
+from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, shapes_in_folder
 
 LONGEST_LIST = 200
 """Characters of the names of parameters in a message."""
@@ -39,7 +37,7 @@ def restore(
 
     Args:
         averagers: this process's averagers, between two steps; several only for simulated workers.
-        content: the sealed result of ``collect``, from this strategy or another; None if the checkpoint has none.
+        content: the result of ``collect``, from this strategy or another; None if the checkpoint has none.
         path: of the checkpoint.
         module: the module of sharded optimizers.
         optimizers: sharded optimizers, whose states the content holds for each replica.
@@ -49,13 +47,10 @@ def restore(
         another number of workers or ranks.
 
     Raises:
-        RuntimeError: on every rank, the content is damaged or of a newer version, or a folder cannot be read.
+        RuntimeError: on every rank, the content is of a newer version, or a folder cannot be read.
     """
     first = averagers[0]
-    with raised_together():
-        saved = own_content(content, first.kind)
-        if saved and saved["files"] and path is not None and (name := changed(path / FOLDER, saved["files"])):
-            raise DamagedStateError(f"{FOLDER}/{name}", "has changed")
+    saved = own_content(content, first.kind)
     for averager in averagers:
         averager.reset()
     if saved is None:
@@ -65,7 +60,7 @@ def restore(
         return {}
     is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _open_tensors(saved, path, first.kind)
-    if not is_same and first.keeps_residual and (first.kind == "drifts" or saved["workers"] or saved["files"]):
+    if not is_same and first.keeps_residual and (first.kind == "drifts" or saved["workers"] or saved["in_folder"]):
         now, start = first.workers.num_workers, STARTS_OF_OTHERS[first.kind]
         rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved['world_size']}: {start}.")
     is_changed = _warn_of_changed_model(source, first)
@@ -97,7 +92,7 @@ class SavedTensors:
     With a folder, ``read`` is collective.
 
     Raises:
-        FileNotFoundError: the folder is missing.
+        RuntimeError: the folder cannot be read.
     """
 
     def __init__(self, content: Mapping[str, Any], folder: Path | None = None) -> None:
@@ -119,9 +114,8 @@ class SavedTensors:
         if self._folder is None:
             tree |= {name: _filled(entry, self._held[worker][kind][name]) for name, entry in tree.items()}
             return
-        problem = read_folder({worker: {kind: tree}}, self._folder) if tree else None
-        if problem is not None:
-            raise DamagedStateError(str(self._folder), f"cannot be read ({problem})")
+        if tree:
+            read_folder({worker: {kind: tree}}, self._folder)
 
 
 def _filled(target: Any, saved: Any) -> Any:
@@ -135,10 +129,9 @@ def _filled(target: Any, saved: Any) -> Any:
 
 def _open_tensors(saved: Mapping[str, Any], path: Path | None, kind: str) -> tuple[Mapping[str, Any], SavedTensors]:
     """Return the content and its tensors; warn if tensors are missing."""
-    if saved["files"]:
-        if path is not None:
-            with suppress(FileNotFoundError, NotADirectoryError):  # a file consolidated from a folder has no folder
-                return saved, SavedTensors(saved, path / FOLDER)
+    if saved["in_folder"]:
+        if path is not None and (path / FOLDER).is_dir():  # a file consolidated from a folder has no folder
+            return saved, SavedTensors(saved, path / FOLDER)
         warn_of_incomplete(kind, f"its folder {FOLDER} is missing")
         saved = {**saved, "shared": {}, "workers": [], "extras": []}
     elif kind == "gradients" and not (saved["workers"] or saved["unsent_norm"] == 0) and saved["numbers"]["last_step"]:

@@ -123,7 +123,7 @@ def collect(
     extra: Mapping[str, Any] | None = None,
     optimizers: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of a checkpoint without its seal, complete on rank 0.
+    """Return the content of a checkpoint, complete on rank 0.
 
     Collective for the ranks of a replica, and for all ranks if tensors of workers are kept. For one file, rank 0 needs
     memory for the content plus four times ``CHUNK_BYTES`` or the largest tensor.
@@ -158,7 +158,8 @@ def collect(
     own |= {OPTIMIZERS: optimizers} if optimizers else {}
     if folder is not None:
         content["shared"] = {kind: {} for kind in shared}
-        content["files"] = write_folder({SHARED: shared, str(workers.rank): own}, folder / FOLDER)
+        content["in_folder"] = True
+        write_folder({SHARED: shared, str(workers.rank): own}, folder / FOLDER)
     else:
         if workers.rank == 0:
             content["shared"] = next(iter(_gathered(shared, Workers(None, 0, 1), replica)), {})

@@ -269,7 +269,7 @@ class SparseModelAverager(Averager):
         """Continue from ``state_dict`` of the worker of the same rank, including its weights.
 
         Raises:
-            RuntimeError: the rank or the number of workers differs, or the state is damaged.
+            RuntimeError: the rank or the number of workers differs, or the state is of another kind.
         """
         super().load_state_dict(saved)
         self.shared.restore_own()

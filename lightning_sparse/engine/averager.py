@@ -14,7 +14,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import local, real_numel
 from lightning_sparse.engine.optimizer_steps import ParameterStepObserver
 from lightning_sparse.engine.residuals import ResidualMemory
-from lightning_sparse.engine.snapshot import Snapshot, copied, require_seal, sealed, unsent_norm, warn_of_discarded
+from lightning_sparse.engine.snapshot import Snapshot, copied, unsent_norm, warn_of_discarded
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
@@ -185,13 +185,13 @@ class Averager:
         Without a Trainer, save one file per worker. The state consists of plain containers and copies, so
         ``torch.load(weights_only=True)`` reads it. Not collective.
         """
-        return sealed({"kind": self.kind} | self.place | copied(vars(self.snapshot())))
+        return {"kind": self.kind, **self.place, **copied(vars(self.snapshot()))}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from ``state_dict`` of the worker of the same rank, before the first step.
 
         Raises:
-            RuntimeError: the rank or the number of workers differs, or the state is damaged.
+            RuntimeError: the rank or the number of workers differs, or the state is of another kind.
         """
         names = [field.name for field in fields(Snapshot)]
         found = list(saved) if isinstance(saved, Mapping) else []
@@ -212,7 +212,6 @@ class Averager:
                 f"{self.place['rank']} of {self.place['world_size']}. Load the file of the same rank, or "
                 f"{self._advice_for_others}."
             )
-        require_seal(saved)
         self.reset()
         self.restore(Snapshot(**{name: saved[name] for name in names}))
 

@@ -1,28 +1,19 @@
-"""Snapshots: an averager's state as named tensors and plain numbers, and the seal that detects damage to it.
+"""Snapshots: an averager's state as named tensors and plain numbers."""
 
-A flipped bit, a NaN or a missing entry could otherwise corrupt hours of training unnoticed. The seal maps the path of
-each saved entry to a short description. For a tensor, it contains dtype, shape and the CRC-32 of the content. The seal
-detects damage and edits, but does not protect against forgery.
-"""
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import sqrt
 from typing import Any
-from zlib import crc32
 
-import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_sparse.engine.grouping import local
 from lightning_sparse.selection.statistics import squared_norm
 
 Tensors = dict[str, dict[str, Tensor]]
 """Flat tensors by kind and parameter name, in the order of indices, with two numbers per complex element."""
-SEAL = "seal"
 
 
 @dataclass
@@ -74,67 +65,3 @@ def warn_of_discarded(norm: float | None) -> None:
             f"lightning_sparse: the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none. "
             "Resume with error_feedback='gradient' to keep them."
         )
-
-
-class DamagedStateError(RuntimeError):
-    """Raised if saved state has changed; names the first changed entry and its difference."""
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(
-            f"lightning_sparse cannot resume: in the saved state, {path} {problem}. The state was edited or damaged "
-            "after it was saved. Resume from another checkpoint, or load its weights alone."
-        )
-
-
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return state (nested dicts and lists of tensors and plain values) with its seal."""
-    return {**state, SEAL: seal_of(state)}
-
-
-def seal_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return a description of every entry by its path; equal for states of equal content."""
-    return {path: _description(entry) for path, entry in _entries_of(state)}
-
-
-def require_seal(state: Any) -> None:
-    """Raise ``DamagedStateError`` if an entry has changed since ``sealed``."""
-    seal = state.get(SEAL) if isinstance(state, Mapping) else None
-    if not isinstance(seal, Mapping):
-        raise DamagedStateError("the seal", "is missing")
-    entries = dict(_entries_of(state))
-    for path in seal:
-        if path not in entries:
-            raise DamagedStateError(path, "is missing")
-    for path, entry in entries.items():
-        if path not in seal:
-            raise DamagedStateError(path, "was added")
-        now, then = _description(entry), seal[path]
-        if now != then:
-            raise DamagedStateError(path, f"is {now[:80]} and was {str(then)[:80]}")
-
-
-def _entries_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every entry, containers before their content."""
-    if path:
-        yield path, tree
-    if isinstance(tree, Mapping):
-        for name, entry in tree.items():
-            if path or name != SEAL:
-                key = name if isinstance(name, str) else repr(name)
-                yield from _entries_of(entry, f"{path}/{key}" if path else key)
-    elif isinstance(tree, (list, tuple)):
-        for place, entry in enumerate(tree):
-            yield from _entries_of(entry, f"{path}/{place}")
-
-
-def _description(entry: Any) -> str:
-    if isinstance(entry, Tensor):
-        # The momentum of an nn.Embedding(sparse=True) is sparse.
-        parts = (entry._values(), entry._indices()) if entry.is_sparse else (local(entry),)
-        crc = 0
-        for part in parts:
-            crc = crc32(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data, crc)
-        return f"a tensor of {entry.dtype}, shape {list(entry.shape)} and CRC {crc:08x}"
-    if isinstance(entry, (Mapping, list, tuple)):
-        return f"a {'dict' if isinstance(entry, Mapping) else 'list'} of {len(entry)}"
-    return repr(entry)

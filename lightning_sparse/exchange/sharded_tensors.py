@@ -3,21 +3,17 @@
 A tensor with its parameter's layout can be read with any other sharding.
 """
 
-from collections import ChainMap
-from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
-from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
-from lightning_sparse.exchange.agreement import gather_objects
 from lightning_sparse.exchange.workers import as_real
 
 
@@ -63,44 +59,39 @@ def own_part(parameter: Tensor, full: Tensor) -> Tensor:
     return held.redistribute(placements=parameter.placements).to_local().detach().flatten()
 
 
-def write_folder(tree: dict[str, Any], folder: Path) -> dict[str, int]:
-    """Write nested dicts of tensors into a folder, each rank its parts. Every rank calls this.
-
-    Return the CRC-32 of every file by its name.
-    """
+def write_folder(tree: dict[str, Any], folder: Path) -> None:
+    """Write nested dicts of tensors into a folder, each rank its parts. Every rank calls this."""
     state_dict_saver.save(tree, checkpoint_id=folder)
-    rank = dist.get_rank()
-    own = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-    return dict(ChainMap(*gather_objects({file.name: _crc(file) for file in own})))
 
 
-def changed(folder: Path, crcs: Mapping[str, int]) -> str | None:
-    """Return the name of a changed file, or None. Not collective.
-
-    Each rank checks its share of the files and ignores missing ones.
-    """
-    own = [name for name in sorted(crcs)[dist.get_rank() :: dist.get_world_size()] if (folder / name).exists()]
-    return next((name for name in own if _crc(folder / name) != crcs[name]), None)
-
-
-def _crc(file: Path) -> int:
-    return crc32(torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8).numpy().data)  # memory-mapped
-
-
-def read_folder(tree: dict[str, Any], folder: Path) -> str | None:
+def read_folder(tree: dict[str, Any], folder: Path) -> None:
     """Read tensors in place from a folder that all ranks have written. Every rank calls this.
 
-    Return None, or the reason for a failure, which is the same on every rank.
+    Raises:
+        RuntimeError: on every rank, a file is missing or damaged.
     """
     try:
         state_dict_loader.load(tree, checkpoint_id=folder)
     except CheckpointException as error:  # torch raises it on all ranks
         reason, _ = next(iter(error.failures.values()))
-        return str(reason)
-    return None
+        raise _unreadable(folder, reason) from error
 
 
 def shapes_in_folder(folder: Path) -> dict[str, torch.Size]:
-    """Return the shape of every tensor in a folder by its path, such as ``"0.unsent.fc.weight"``. Not collective."""
-    known = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
+    """Return the shape of every tensor in a folder by its path, such as ``"0.unsent.fc.weight"``. Not collective.
+
+    Raises:
+        RuntimeError: the file of the metadata is missing or damaged.
+    """
+    try:
+        known = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except (OSError, EOFError, UnpicklingError) as error:
+        raise _unreadable(folder, error) from error
     return {path: getattr(entry, "size", torch.Size()) for path, entry in known.items()}
+
+
+def _unreadable(folder: Path, reason: object) -> RuntimeError:
+    return RuntimeError(
+        f"lightning_sparse cannot resume: the folder {str(folder)!r} cannot be read ({reason}). Resume from another "
+        "checkpoint, or delete the folder to continue without the workers' residuals or drifts."
+    )

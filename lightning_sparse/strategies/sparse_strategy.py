@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import rank_zero_warn
@@ -14,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -24,7 +26,6 @@ from lightning_sparse.checkpointing.saving import collect_together
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
-from lightning_sparse.engine.snapshot import seal_of, sealed
 from lightning_sparse.sparsifiers.checks import require_word
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 from lightning_sparse.strategies.advice import Advice, exchanges_of
@@ -197,13 +198,13 @@ class SparseStrategy(TakesOptions):
         # A checkpoint with only weights has no state for a resume.
         has_state = "optimizer_states" in checkpoint
         if has_state and self.state is not None:
-            checkpoint[KEY] = sealed(self._content(checkpoint, Path(filepath)))
+            checkpoint[KEY] = self._content(checkpoint, Path(filepath))
         elif has_state and isinstance(self._launcher, _MultiProcessingLauncher) and not dist.is_initialized():
             # The process that started the workers gets weights and metrics from Lightning, but no optimizer states.
             why = "it is saved by a process that is not a worker, and also lacks optimizer states and the step count"
             kind = "drifts" if isinstance(self._options, DriftOptions) else "gradients"
             warn_of_incomplete(kind, why)
-            checkpoint[KEY] = sealed(empty_content(kind, why))
+            checkpoint[KEY] = empty_content(kind, why)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _content(self, checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -232,5 +233,17 @@ def _own_state(of_first: dict[str, Any], saved: dict[str, Any], own: dict[str, A
 
     Hooks have changed those entries of ``of_first``, rank 0's loaded state, that differ from ``saved``.
     """
-    is_saved = {key: seal_of({key: value}) == seal_of({key: saved.get(key)}) for key, value in of_first.items()}
-    return {key: own[key] if is_saved[key] else value for key, value in of_first.items()}
+    return {key: own[key] if _is_equal(value, saved.get(key)) else value for key, value in of_first.items()}
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Return whether nested containers of tensors and plain values are equal."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        # The momentum of an nn.Embedding(sparse=True) is sparse.
+        is_alike = value.shape == other.shape and value.dtype == other.dtype
+        return is_alike and torch.equal(value.to_dense().cpu(), other.to_dense().cpu())
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return value.keys() == other.keys() and all(_is_equal(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    return type(value) is type(other) and bool(value == other)

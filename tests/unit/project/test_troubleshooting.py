@@ -46,7 +46,7 @@ def strings_of(package: Path) -> list[str]:
 
 
 MESSENGERS = {"rank_zero_warn", "rank_zero_info", "_warn", "_report", "ValueError", "TypeError", "RuntimeError"}
-"""Functions and exceptions whose longest string is a message to the user. `DamagedStateError` has its own entry."""
+"""Functions and exceptions whose longest string is a message to the user."""
 WITHOUT_ENTRY = {
     "lightning_sparse: …. See docs/….md.": "a frame of messages that have entries",
     "Got …=…. ….": "a frame of messages that have entries",
