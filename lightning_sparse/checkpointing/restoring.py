@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, own_content, warn_of_incomplete
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
-from lightning_sparse.engine.snapshot import Snapshot, Tensors, unsent_norm, warn_of_discarded
+from lightning_sparse.engine.snapshot import Snapshot, Tensors, warn_of_discarded
 from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, shapes_in_folder
 
 LONGEST_LIST = 200
@@ -64,8 +64,8 @@ def restore(
         now, start = first.workers.num_workers, STARTS_OF_OTHERS[first.kind]
         rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved['world_size']}: {start}.")
     is_changed = _warn_of_changed_model(source, first)
-    if not first.keeps_residual:
-        warn_of_discarded(saved["unsent_norm"])
+    if saved["has_unsent"] and not first.keeps_residual:
+        warn_of_discarded()
     extra: dict[str, Any] = {}
     for averager in averagers:
         history, extra = _of_rank(saved, averager, is_same=is_same)
@@ -134,8 +134,8 @@ def _open_tensors(saved: Mapping[str, Any], path: Path | None, kind: str) -> tup
             return saved, SavedTensors(saved, path / FOLDER)
         warn_of_incomplete(kind, f"its folder {FOLDER} is missing")
         saved = {**saved, "shared": {}, "workers": [], "extras": []}
-    elif kind == "gradients" and not (saved["workers"] or saved["unsent_norm"] == 0) and saved["numbers"]["last_step"]:
-        warn_of_incomplete(kind, saved["why_incomplete"] or "worker_state='small'")
+    elif kind == "gradients" and saved["why_incomplete"] and saved["numbers"]["last_step"]:
+        warn_of_incomplete(kind, saved["why_incomplete"])
     return saved, SavedTensors(saved)
 
 
@@ -181,21 +181,8 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
     return {name: local(part).flatten() for name, part in parts.items()}
 
 
-def _lost_norm(source: SavedTensors, names: Sequence[str]) -> str:
-    """Return the norm of the first worker's unsent values of these parameters, in words. Collective."""
-    held: dict[str, dict[str, Any]] = {}
-    is_apart = bool(source.shapes("0", "unsent"))  # else in the worker's weights
-    for kind, worker in ({"unsent": "0"} if is_apart else {"anchor": SHARED, "weights": "0"}).items():
-        shapes = source.shapes(worker, kind)
-        held[kind] = {name: torch.zeros(shapes[name]) for name in names if name in shapes}
-        source.read(worker, kind, held[kind])
-    if not is_apart:
-        held["unsent"] = {name: held["anchor"][name].view_as(own) - own for name, own in held["weights"].items()}
-    return f" (norm {unsent_norm(held['unsent']):.3g})" if held["unsent"] else ""
-
-
 def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
-    """Return whether the model has changed, and warn if it has. Collective."""
+    """Return whether the model has changed, and warn if it has."""
     shapes = source.shapes("0", "unsent") or source.shapes(SHARED, "anchor")
     sizes = {name: shape.numel() for name, shape in shapes.items()}
     held = {name: real_numel(parameter) for name, parameter in averager.parameters.items()}
@@ -206,7 +193,7 @@ def _warn_of_changed_model(source: SavedTensors, averager: Averager) -> bool:
     what = {"gradients": "residuals", "drifts": "unsent drifts"}[averager.kind]
     said = ["lightning_sparse: the model is not the one of the checkpoint."]
     if lost:
-        said.append(f"The model lacks or resized these parameters, so their {what}{_lost_norm(source, lost)} are lost:")
+        said.append(f"The model lacks or resized these parameters, so their {what} are lost:")
         said.append(shorten(", ".join(lost), LONGEST_LIST) + ".")
     if new:
         said.append(f"The checkpoint lacks these parameters, so their {what} start from zero:")

@@ -14,7 +14,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import local, real_numel
 from lightning_sparse.engine.optimizer_steps import ParameterStepObserver
 from lightning_sparse.engine.residuals import ResidualMemory
-from lightning_sparse.engine.snapshot import Snapshot, copied, unsent_norm, warn_of_discarded
+from lightning_sparse.engine.snapshot import Snapshot, copied, has_values, warn_of_discarded
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
@@ -157,7 +157,8 @@ class Averager:
         self._engine.restore(snapshot)
         residuals = snapshot.own.get("unsent", {})
         if not self.keeps_residual:
-            warn_of_discarded(unsent_norm(residuals))
+            if has_values(residuals):
+                warn_of_discarded()
             return
         sizes = {name: real_numel(local(parameter)) for name, parameter in self.parameters.items()}
         fitting = {name: residual for name, residual in residuals.items() if residual.numel() == sizes.get(name)}

@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from math import sqrt
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-
-from lightning_sparse.selection.statistics import squared_norm
 
 Tensors = dict[str, dict[str, Tensor]]
 """Flat tensors by kind and parameter name, in the order of indices, with two numbers per complex element."""
@@ -53,15 +50,14 @@ def not_plain(tree: Any) -> str | None:
     return f"values of type {type(tree).__module__}.{type(tree).__qualname__}"
 
 
-def unsent_norm(unsent: Mapping[str, Tensor]) -> float:
-    """Return the norm ‖e‖ of a worker's unsent values."""
-    return sqrt(sum(float(squared_norm(tensor.flatten())) for tensor in unsent.values()))
+def has_values(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether any value is not zero."""
+    return any(bool(tensor.any()) for tensor in tensors.values())
 
 
-def warn_of_discarded(norm: float | None) -> None:
+def warn_of_discarded() -> None:
     """Warn that saved residuals are lost because this run keeps none."""
-    if norm:
-        rank_zero_warn(
-            f"lightning_sparse: the saved residuals (norm {norm:.3g}) are lost: error_feedback='none' keeps none. "
-            "Resume with error_feedback='gradient' to keep them."
-        )
+    rank_zero_warn(
+        "lightning_sparse: the saved residuals are lost: error_feedback='none' keeps none. Resume with "
+        "error_feedback='gradient' to keep them."
+    )

@@ -349,11 +349,8 @@ def test_a_changed_model_trains_locally_with_the_optimizers_that_the_user_gives(
     path = tmp_path / "stop.ckpt"
     run(2, CASES["local, adam"], STOP, save=(STOP, str(path)))
     first, second = run_workers(_fit_changed, 2, str(path), process_group=False)
-    content = torch.load(path, weights_only=True)["lightning_sparse"]
-    anchor, own = content["shared"]["anchor"], content["workers"][0]["weights"]
-    norm = torch.cat([anchor[name] - own[name] for name in ("last.bias", "middle.bias", "middle.weight")]).norm()
     assert first[:2] == second[:2] == (END, 0.003)
-    assert f"unsent drifts (norm {norm:.3g}) are lost: middle.weight" in first[2][0]
+    assert "unsent drifts are lost: middle.weight" in first[2][0]
 
 
 def test_a_threshold_changed_by_the_user_stays(tmp_path: Path) -> None:

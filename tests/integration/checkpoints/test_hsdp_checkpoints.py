@@ -308,15 +308,14 @@ def _restore_narrower(path: str) -> tuple[list[str], dict[str, Tensor]]:
 
 @pytest.mark.xdist_group("checkpoints of shards")
 @in_both_forms
-def test_a_changed_model_keeps_matching_state_and_names_the_lost_norm(saved: Any, is_folder: bool) -> None:
+def test_a_changed_model_keeps_matching_state_and_names_the_lost_parameters(saved: Any, is_folder: bool) -> None:
     folder, before = saved(is_folder)
     old = [of_rank["gradients"]["own"]["unsent"] for of_rank in before]
     results = run_ranks(_restore_narrower, 4, str(folder / "gradients.ckpt.end"))
     lost = ["network.0.bias", "network.0.weight", "network.2.weight"]
-    norm = sum(float(old[0][name].square().sum()) for name in (*lost, "network.3.1.weight")) ** 0.5
     [message] = [text for text in results[0][0] if "the model is not the one of the checkpoint" in text]
     lost_part, new_part = message.split("The checkpoint lacks these parameters, so their residuals start from zero: ")
-    assert f"so their residuals (norm {norm:.3g}) are lost: " in lost_part
+    assert "so their residuals are lost: " in lost_part
     assert all(name in lost_part and name in new_part for name in lost), message
     for rank, (_, residuals) in enumerate(results):
         for name, residual in residuals.items():
