@@ -170,11 +170,12 @@ class UnexchangedParameters:
         self._module = weakref.ref(module)
         self._exchanged = {id(parameter): parameter for parameter in exchanged}
 
-    def first(self, optimizer: Optimizer) -> str | None:
-        """Return the name of the optimizer's first unexchanged parameter with a gradient, or None."""
+    def first(self, optimizer: Optimizer | None = None) -> str | None:
+        """Return the name of the first unexchanged parameter, of an optimizer or all, with a gradient; or None."""
         if (module := self._module()) is None:
             return None
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        groups = [{"params": module.parameters()}] if optimizer is None else optimizer.param_groups
+        weights = [weight for group in groups for weight in group["params"]]
         found = {id(weight) for weight in weights if id(weight) not in self._exchanged and weight.grad is not None}
         named = module.named_parameters() if found else ()  # a walk over all parameters takes long
         return next((name for name, parameter in named if id(parameter) in found), None)

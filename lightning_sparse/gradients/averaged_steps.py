@@ -9,11 +9,7 @@ from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, Unexc
 
 
 class AveragedStepObserver(ParameterStepObserver):
-    """Warns once if an optimizer steps on gradients that were not averaged.
-
-    Raises:
-        RuntimeError: in a step on a gradient of a parameter that is not exchanged.
-    """
+    """Warns once if an optimizer steps on gradients that were not averaged, and rejects gradients that cannot be."""
 
     def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:
         super().__init__(parameters, "guides/big-models")
@@ -24,12 +20,16 @@ class AveragedStepObserver(ParameterStepObserver):
         """Record the parameters whose gradients have just been averaged."""
         self._averaged.update(map(id, parameters))
 
-    def _before(self, optimizer: Optimizer) -> None:
+    def require_exchanged(self, optimizer: Optimizer | None = None) -> None:
+        """Raise RuntimeError if a parameter, of an optimizer or all, has a gradient but is not exchanged."""
         if (name := self._unexchanged.first(optimizer)) is not None:
             raise RuntimeError(
                 f"{name!r} has a gradient that is not exchanged: the model's parameters have changed since the call of "
                 "ShardGradientAverager. Call fully_shard first, and ShardGradientAverager after it."
             )
+
+    def _before(self, optimizer: Optimizer) -> None:
+        self.require_exchanged(optimizer)
 
     def _after(self, optimizer: Optimizer) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"] if id(weight) in self._ids]
