@@ -31,10 +31,19 @@ def failing_together() -> Iterator[None]:
     Raises:
         MissingDataError: another worker has raised an error, with that worker's rank.
     """
-    from lightning_sparse.exchange.agreement import raised_together  # recipes.compare and recipes.plot need no torch
+    import torch.distributed as dist  # recipes.compare and recipes.plot need no torch
 
+    raised: Exception | None = None
     try:
-        with raised_together():
-            yield
-    except RuntimeError as error:
-        raise MissingDataError(str(error)) from error
+        yield
+    except Exception as error:
+        raised = error
+    messages = [None if raised is None else str(raised)]
+    if dist.is_initialized():
+        messages *= dist.get_world_size()
+        dist.all_gather_object(messages, messages[dist.get_rank()])
+    if raised is not None:
+        raise raised
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise MissingDataError(f"Rank {rank}: {message}")

@@ -1,7 +1,5 @@
 """Check at set-up that all workers have equal settings."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -51,30 +49,6 @@ def differing(settings: dict[str, Any], group: dist.ProcessGroup | None = None) 
     values_by_name = {name: [of_rank.get(name) for of_rank in gathered] for name in names}
     # As text, in which a NaN equals itself.
     return {name: values for name, values in values_by_name.items() if len({*map(repr, values)}) > 1}
-
-
-@contextmanager
-def raised_together() -> Iterator[None]:
-    """Raise any worker's error on all workers. Collective.
-
-    So no worker waits for a failed one. Workers must not communicate inside the context. Without a process group,
-    errors pass through.
-
-    Raises:
-        RuntimeError: on workers without an error, with rank and message of the first failed worker.
-    """
-    raised: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        raised = error
-    local_value = None if raised is None else str(raised)
-    messages = gather_objects(local_value) if dist.is_initialized() else [local_value]
-    if raised is not None:
-        raise raised
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RuntimeError(f"Rank {rank}: {message}")
 
 
 def ignored_names(module: nn.Module) -> set[str]:
