@@ -97,7 +97,7 @@ def selection_methods(start: Tensor, gradient: Tensor, selected: int) -> dict[st
     def topk(residual: Tensor) -> Tensor:
         return residual.abs().topk(selected, sorted=False).indices
 
-    extraction = Extraction(sparsifier, num_slices=0, per_layer=False, keeps_residual=True)
+    extraction = Extraction(sparsifier, num_slices=0, per_layer=False)
     payload = torch.zeros(payload_format.payload_bytes(aligned(selected)), dtype=torch.uint8, device=gradient.device)
 
     def fill(transfer: Transfer) -> Way:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, own_content, warn_of_incomplete
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
-from lightning_sparse.engine.snapshot import Snapshot, Tensors, warn_of_discarded
+from lightning_sparse.engine.snapshot import Snapshot, Tensors
 from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, shapes_in_folder
 
 LONGEST_LIST = 200
@@ -60,20 +60,17 @@ def restore(
         return {}
     is_same = saved["world_size"] == first.workers.num_workers
     saved, source = _open_tensors(saved, path, first.kind)
-    if not is_same and first.keeps_residual and (first.kind == "drifts" or saved["workers"] or saved["in_folder"]):
+    if not is_same and (first.kind == "drifts" or saved["workers"] or saved["in_folder"]):
         now, start = first.workers.num_workers, STARTS_OF_OTHERS[first.kind]
         rank_zero_info(f"lightning_sparse: the number of workers is {now} instead of {saved['world_size']}: {start}.")
     is_changed = _warn_of_changed_model(source, first)
-    if saved["has_unsent"] and not first.keeps_residual:
-        warn_of_discarded()
     extra: dict[str, Any] = {}
     for averager in averagers:
         history, extra = _of_rank(saved, averager, is_same=is_same)
         kinds = [kind for kind in saved["shared"] if is_same or kind != "anchor"]
         snapshot = Snapshot(saved["numbers"], history, extra=extra)
         snapshot.shared = {kind: _parts(source, SHARED, kind, averager) for kind in kinds}
-        if averager.keeps_residual:
-            snapshot.own = _own_tensors(source, averager, is_same=is_same)
+        snapshot.own = _own_tensors(source, averager, is_same=is_same)
         averager.restore(snapshot)
     if is_changed:  # own optimizer states would not fit
         return {name: value for name, value in extra.items() if name != "optimizer_states"}

@@ -14,7 +14,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.grouping import local, real_numel
 from lightning_sparse.engine.optimizer_steps import ParameterStepObserver
 from lightning_sparse.engine.residuals import ResidualMemory
-from lightning_sparse.engine.snapshot import Snapshot, copied, has_values, warn_of_discarded
+from lightning_sparse.engine.snapshot import Snapshot, copied
 from lightning_sparse.engine.step_stats import StepStats
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.selection.bucket import FlatBucket
@@ -30,7 +30,6 @@ class Averager:
 
     Attributes:
         kind: the averaged tensors: ``"gradients"`` or ``"drifts"``.
-        keeps_residual: whether unsent values stay in the residual.
         workers: the workers that exchange values.
         sparsifier: that of the engine.
         residuals: unsent values, only of averagers of gradients.
@@ -57,7 +56,6 @@ class Averager:
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self._engine = engine
         self.workers, self.sparsifier = engine.workers, engine.sparsifier
-        self.keeps_residual = engine.options.keeps_residual
         self.place = {"world_size": self.workers.num_workers, "rank": self.workers.rank}
         if isinstance(engine.sparsifier, HardThreshold):
             warn_of_patterns(engine.sparsifier.layer_thresholds, names)
@@ -156,10 +154,6 @@ class Averager:
         """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective."""
         self._engine.restore(snapshot)
         residuals = snapshot.own.get("unsent", {})
-        if not self.keeps_residual:
-            if has_values(residuals):
-                warn_of_discarded()
-            return
         sizes = {name: real_numel(local(parameter)) for name, parameter in self.parameters.items()}
         fitting = {name: residual for name, residual in residuals.items() if residual.numel() == sizes.get(name)}
         self.residuals.load_state_dict(fitting)

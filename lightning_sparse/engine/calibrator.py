@@ -144,7 +144,6 @@ class Calibrator:
             threshold,
             stats,
             pace_of(self._sparsifier.density),
-            keeps_residual=self._options.keeps_residual,
             is_float8=self._options.value_dtype == "float8",
             overshoot=self._sparsifier.overshoot,
         )

@@ -91,7 +91,6 @@ class DensityControl:
         stats: LayerStats,
         pace: float,
         *,
-        keeps_residual: bool = True,
         is_float8: bool = False,
         overshoot: float = 0.0,
     ) -> float:
@@ -105,14 +104,12 @@ class DensityControl:
             threshold: λ of this step.
             stats: the statistics of this step.
             pace: the pace of λ relative to small densities; see ``pace_of``.
-            keeps_residual: whether unsent values stay in the residual. If not, λ also falls while a layer is not used,
-                because the statistics do not show whether its gradient was zero or below λ.
             is_float8: whether sent values are limited to a multiple of λ.
             overshoot: κ of the hard threshold.
         """
         has_moved = stats.selected or stats.squared_error != self.squared_error
         self.squared_error = stats.squared_error
-        if keeps_residual and not has_moved:
+        if not has_moved:
             return threshold
         seen = stats.density / self.density
         self.recent += (seen - self.recent) * pace / RECENT_STEPS
@@ -120,7 +117,7 @@ class DensityControl:
         num_sent = min(1.0, 1.25 * self.recent) * self.density * stats.num_elements
         left_by_sent = num_sent * (overshoot * threshold) ** 2
         is_out_of_range = is_float8 and stats.squared_error > stats.num_elements * (FLOAT8_ERROR * threshold) ** 2
-        if keeps_residual and seen < 1 and (stats.squared_error <= left_by_sent or is_out_of_range):
+        if seen < 1 and (stats.squared_error <= left_by_sent or is_out_of_range):
             return threshold
         most = LOG_AIM * HORIZON / pace
         self.owed = min(most, self.owed + 1 - seen)  # bounded, so that a long deficit is not sent at once

@@ -105,7 +105,6 @@ class Engine:
             self.sparsifier,
             num_slices=self.workers.num_workers if self.exchange.counts_slices else 0,
             per_layer=self.per_layer_stats,
-            keeps_residual=options.keeps_residual,
         )
         self._buckets: list[FlatBucket] = []
         self._headers: list[Tensor] = []

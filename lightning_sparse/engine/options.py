@@ -15,7 +15,6 @@ from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier, describe
 
 Options = TypeVar("Options", bound="ExchangeOptions")
-ErrorFeedback = Literal["gradient", "learning_rate", "none"]
 AverageOver = Literal["senders", "workers"]
 OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -48,8 +47,6 @@ class ExchangeOptions:
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
     link_gbit_s: float | None = None
-    keeps_residual: ClassVar[bool] = True
-    """Whether unsent values stay in the residual."""
     averages_senders: ClassVar[bool] = False
     """Whether the average of a coordinate is over the workers that sent it, instead of all."""
     why_no_overshoot: ClassVar[str | None] = None
@@ -65,10 +62,7 @@ class ExchangeOptions:
             raise ValueError(f"Got value_dtype={self.value_dtype!r} {no_grid}")
         overshoot = getattr(sparsifier, "overshoot", 0.0)
         no_overshoot, no_sums = self.why_no_overshoot, self.why_no_sparse_sums
-        if not self.keeps_residual:
-            no_overshoot = "with error_feedback='none', which would enlarge every sent value for good"
-            no_sums = "with error_feedback='none', which would lose small sums"
-        elif no_sums is None and not isinstance(sparsifier, HardThreshold):
+        if no_sums is None and not isinstance(sparsifier, HardThreshold):
             no_sums = f"with {type(sparsifier).__name__}, which has no threshold for sums; it needs a HardThreshold"
         if overshoot and no_overshoot is not None:
             raise ValueError(f"Got {overshoot=} {no_overshoot}. Use overshoot=0.")
@@ -91,8 +85,6 @@ class GradientOptions(ExchangeOptions):
     """Options of the exchange of gradients, added to `ExchangeOptions`.
 
     Args:
-        error_feedback: ``"gradient"`` keeps unsent values. ``"learning_rate"`` multiplies them by lr_{t-1} / lr_t
-            before each step (Algorithm 1 of Sahu et al., NeurIPS 2021). ``"none"`` discards them.
         local_clip_norm: above 0, in gradient units: clips this worker's whole gradient to this norm *before* the
             exchange (Lightning's ``gradient_clip_val`` clips the averaged gradient). The exchange then starts only
             after backward. None does not clip.
@@ -101,20 +93,13 @@ class GradientOptions(ExchangeOptions):
         ValueError: an option has a value that is not allowed.
     """
 
-    error_feedback: ErrorFeedback = "gradient"
     local_clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_word("error_feedback", self.error_feedback, get_args(ErrorFeedback))
         norm = self.local_clip_norm
         if norm is not None and not (is_number(norm) and 0 < norm < inf):
             raise ValueError(f"Invalid local_clip_norm={norm!r}. Must be a finite number above 0, or None to not clip.")
-
-    @property
-    def keeps_residual(self) -> bool:  # type: ignore[override]
-        """Whether unsent values stay in the residual."""
-        return self.error_feedback != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

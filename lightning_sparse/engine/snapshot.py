@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -48,16 +47,3 @@ def not_plain(tree: Any) -> str | None:
         entries = [*tree, *tree.values()] if isinstance(tree, Mapping) else tree
         return next(filter(None, map(not_plain, entries)), None)
     return f"values of type {type(tree).__module__}.{type(tree).__qualname__}"
-
-
-def has_values(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether any value is not zero."""
-    return any(bool(tensor.any()) for tensor in tensors.values())
-
-
-def warn_of_discarded() -> None:
-    """Warn that saved residuals are lost because this run keeps none."""
-    rank_zero_warn(
-        "lightning_sparse: the saved residuals are lost: error_feedback='none' keeps none. Resume with "
-        "error_feedback='gradient' to keep them."
-    )

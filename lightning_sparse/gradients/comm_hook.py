@@ -1,12 +1,11 @@
 """Registration of DDP's communication hook."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.engine.options import GradientOptions, checked, settings_of
@@ -20,7 +19,6 @@ def register_comm_hook(
     sparsifier: Sparsifier,
     options: GradientOptions | None = None,
     *,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     per_layer_stats: bool = False,
 ) -> DDPGradientAverager:
@@ -33,7 +31,6 @@ def register_comm_hook(
             communication hook.
         sparsifier: selects coordinates; copied.
         options: see `GradientOptions`.
-        optimizer: the optimizer or optimizers, whose learning rates ``error_feedback="learning_rate"`` needs.
         grad_scaler: the loss scaler, if any, so that thresholds and residuals are in units of the unscaled gradient.
         per_layer_stats: whether to report density and error of every layer; adds two numbers per layer to each step.
 
@@ -42,26 +39,13 @@ def register_comm_hook(
 
     Raises:
         TypeError: the module is not a DistributedDataParallel, or another argument has a wrong type.
-        ValueError: the sparsifier does not support an option, the module is on several devices, or
-            ``error_feedback="learning_rate"`` has no optimizer.
+        ValueError: the sparsifier does not support an option, or the module is on several devices.
         RuntimeError: settings differ between workers (on every worker), or DDP has no buckets to exchange.
     """
     options = checked(options, GradientOptions)
-    if options.error_feedback == "learning_rate" and optimizer is None:
-        raise ValueError('error_feedback="learning_rate" needs the learning rates. Pass optimizer=… as well.')
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
-    if not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
-        raise TypeError(f"Invalid {optimizer=}. Must be an optimizer of torch.optim, or a list of them.")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"Invalid {grad_scaler=}. Must be a torch.amp.GradScaler, or None if losses are not scaled.")
-    return attach(
-        ddp_module,
-        sparsifier,
-        options,
-        grad_scaler=grad_scaler,
-        optimizers=lambda: optimizers,
-        per_layer_stats=per_layer_stats,
-    )
+    return attach(ddp_module, sparsifier, options, grad_scaler=grad_scaler, per_layer_stats=per_layer_stats)
 
 
 def attach(
@@ -70,10 +54,9 @@ def attach(
     options: GradientOptions,
     *,
     grad_scaler: torch.amp.GradScaler | None,
-    optimizers: Callable[[], Sequence[Optimizer]],
     per_layer_stats: bool,
 ) -> DDPGradientAverager:
-    """Register ``sparse_hook`` with a new state; optimizers may be made later."""
+    """Register ``sparse_hook`` with a new state."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(
@@ -106,7 +89,6 @@ def attach(
             group=ddp_module.process_group,
             # The public get_scale() synchronises. A disabled scaler has no _scale, and a new scaler has None.
             loss_scale=partial(getattr, grad_scaler, "_scale", None),
-            optimizers=optimizers,
             per_layer_stats=per_layer_stats,
             allows_unused_parameters=bool(ddp_module.find_unused_parameters or ddp_module.static_graph),
             is_static_graph=bool(ddp_module.static_graph),

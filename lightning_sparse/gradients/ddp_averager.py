@@ -7,7 +7,7 @@ buckets. Changes of residuals are pending until an optimizer steps on the gradie
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.optim import Optimizer
 
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
@@ -25,9 +24,7 @@ from lightning_sparse.engine.residuals import ResidualMemory
 from lightning_sparse.engine.snapshot import Snapshot
 from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.save_barrier import SaveBarrier
-from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.buckets import AverageFuture, DDPBuckets
-from lightning_sparse.gradients.learning_rates import LastLearningRates
 from lightning_sparse.gradients.parameter_use import ParameterUse
 from lightning_sparse.gradients.pending_gradients import PendingGradients
 from lightning_sparse.selection.bucket import FlatBucket, clip_norm
@@ -43,7 +40,6 @@ class DDPGradientAverager(Averager):
         parameter_names: the names of all parameters in DDP's buckets.
         group: DDP's process group.
         loss_scale: returns S of the running step as a tensor of one element, or None if losses are not scaled.
-        optimizers: returns the optimizers that will step; used only with ``error_feedback="learning_rate"``.
         per_layer_stats: whether `StepStats` holds the statistics of every layer.
         allows_unused_parameters: whether a backward may leave parameters out.
         is_static_graph: whether DDP has ``static_graph=True``.
@@ -66,7 +62,6 @@ class DDPGradientAverager(Averager):
         *,
         group: dist.ProcessGroup | None = None,
         loss_scale: Callable[[], Tensor | None] = lambda: None,
-        optimizers: Callable[[], Sequence[Optimizer]] = list,
         per_layer_stats: bool = False,
         allows_unused_parameters: bool = False,
         is_static_graph: bool = False,
@@ -76,14 +71,11 @@ class DDPGradientAverager(Averager):
         self.options = options
         # A layer that is frozen later stays in DDP.
         self._parameters = {name: weight for weight, name in parameter_names.items() if weight.requires_grad}
-        self.residuals = ResidualMemory(self._parameters, in_place=not self.keeps_residual)
+        self.residuals = ResidualMemory(self._parameters)
         self.save_barrier = SaveBarrier(self.workers)
         self._loss_scale = loss_scale
-        self._optimizers = optimizers
         self._has_reported_dropped = False
-        self._rates = LastLearningRates(parameter_names)
-        self._rescales = options.error_feedback == "learning_rate"
-        self.pending_gradients = PendingGradients(parameter_names, self.residuals, self._rates)
+        self.pending_gradients = PendingGradients(parameter_names, self.residuals)
         self._ddp_buckets = DDPBuckets(parameter_names, is_static_graph=is_static_graph)
         self._use = ParameterUse(parameter_names, allows_unused=allows_unused_parameters)
         self._is_moving = self._is_closed = False
@@ -123,29 +115,19 @@ class DDPGradientAverager(Averager):
     @property
     def has_own_state(self) -> bool:  # type: ignore[override]
         """Whether any residual can be nonzero on any worker; false within the first step."""
-        has_exchanged = self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_consistent
-        return self.keeps_residual and has_exchanged
+        return self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_consistent
 
     def reset(self) -> None:
         """Return to the state before the first step."""
         self.pending_gradients.roll_back_all()
         super().reset()
-        self._rates.load_state_dict({})
         self._ddp_buckets.regroup_as([])
         self._bucket_names = []
         self._note_numbers()
 
-    def snapshot(self, workers: Workers | None = None) -> Snapshot:
-        """Return the state as of the last optimizer step. Not collective."""
-        snapshot = super().snapshot(workers)
-        if self._rescales:
-            snapshot.numbers["learning_rates"] = self._rates.state_dict()
-        return snapshot
-
     def restore(self, snapshot: Snapshot) -> None:
         """Continue from those parts of a snapshot that fit the model, after ``reset``. Not collective."""
         super().restore(snapshot)
-        self._rates.load_state_dict(snapshot.numbers.get("learning_rates", {}))
         if snapshot.history.get("exchange"):  # missing with another number of workers, where sums differ anyway
             self._bucket_names = [tuple(names) for names in snapshot.numbers.get("layout", [])]
             self._ddp_buckets.regroup_as(self._bucket_names)
@@ -168,11 +150,13 @@ class DDPGradientAverager(Averager):
         for bucket in self._ddp_buckets.ready(ddp_bucket):
             self._prepare(bucket)
             self._buckets.append(bucket)
-            needs_all = self.options.local_clip_norm is not None or self.sparsifier.needs_survey
-            if not needs_all:
-                self._add([bucket])
+            clip = self.options.local_clip_norm
+            if clip is None and not self.sparsifier.needs_survey:
+                self._engine.add(bucket)
             elif bucket.is_last:
-                self._add(self._buckets)
+                if clip is not None:
+                    clip_norm(self._buckets, clip)
+                self._engine.add_all(self._buckets)
         if ddp_bucket.is_last:
             self._end_step()
         return future
@@ -182,8 +166,6 @@ class DDPGradientAverager(Averager):
             raise RuntimeError("The state was closed, so it would not see the optimizer's steps. Wrap the model anew.")
         if self.is_exchanging:  # an exception interrupted the last backward
             self.pending_gradients.roll_back_all()
-            if not self.keeps_residual:
-                self.residuals.load_state_dict({})  # its only tensor may hold values of that backward
         self.pending_gradients.begin_exchange()
         # Exchanges without an optimizer step do not count, as after a resume.
         self._engine.next_step = self._committed_numbers["next_step"]
@@ -191,8 +173,6 @@ class DDPGradientAverager(Averager):
         self._use.forget_old()
         self._engine.begin()
         self._buckets, self._unused, self._scale = [], set(), self._loss_scale()
-        if self._rescales:
-            self._rates.begin(self._optimizers())
 
     def _prepare(self, bucket: FlatBucket) -> None:
         """Give a bucket its residual, and leave unused gradients out."""
@@ -206,14 +186,6 @@ class DDPGradientAverager(Averager):
         self._unused.update(unused)
         bucket.left_out, bucket.loss_scale = list(unused.values()), self._scale
         bucket.notes = self._use.marks(layout, gradient.device)
-
-    def _add(self, buckets: Sequence[FlatBucket]) -> None:
-        """Add a bucket to the engine, or all buckets of a step to clip or survey them."""
-        if self.options.local_clip_norm is not None:
-            clip_norm(buckets, self.options.local_clip_norm)
-        for bucket in buckets:
-            self._rates.rescale(bucket)
-        self._engine.add_all(buckets)
 
     def _end_step(self) -> None:
         buckets, self._buckets = self._buckets, []
@@ -231,7 +203,6 @@ class DDPGradientAverager(Averager):
         self._bucket_names = [layout.names for layout in layouts]
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._unused)
-        self._rates.commit(self._unused - self.pending_gradients.pending)
         self.is_exchanging = False
         self.pending_gradients.end_exchange(set().union(*self._bucket_names) - self._unused, used_by_any)
         self._ddp_buckets.resolve_futures()

@@ -33,7 +33,6 @@ from lightning_sparse.engine.optimizer_steps import (
     weak_method,
 )
 from lightning_sparse.engine.residuals import ResidualMemory
-from lightning_sparse.gradients.learning_rates import LastLearningRates
 
 STEPS_BEFORE_WARNING = 20
 """Backwards rolled back without any step, or steps with gradients that no optimizer uses, before a warning."""
@@ -58,7 +57,7 @@ class PendingGradients(StepObserver):
 
     Args:
         parameters: the names of all parameters in DDP's buckets.
-        memories: hold the changes of backwards; commit them or roll them back by parameter name.
+        residuals: hold the changes of backwards; commit them or roll them back by parameter name.
 
     Attributes:
         pending: names of parameters for which a backward of this worker is pending.
@@ -68,13 +67,13 @@ class PendingGradients(StepObserver):
         on_drop: called after a roll-back with the names of the parameters without a gradient.
     """
 
-    def __init__(self, parameters: Mapping[Tensor, str], *memories: ResidualMemory | LastLearningRates) -> None:
+    def __init__(self, parameters: Mapping[Tensor, str], residuals: ResidualMemory) -> None:
         self.is_stepping = False
         self.step_receivers: list[Callable[[set[str]], None]] = []
         self.on_drop: Callable[[set[str]], None] = lambda _: None
         self._parameters = {name: parameter for parameter, name in parameters.items()}
         self._names = {id(parameter): name for parameter, name in parameters.items()}
-        self._memories = memories
+        self._residuals = residuals
         self.pending: set[str] = set()
         self._pending_anywhere: set[str] = set()
         self._committed_at: dict[str, int] = {}
@@ -294,7 +293,6 @@ class PendingGradients(StepObserver):
 
     def _change(self, names: set[str], *, commits: bool) -> None:
         self._is_changing = True
-        for memory in self._memories:
-            (memory.commit if commits else memory.roll_back)(names)
+        (self._residuals.commit if commits else self._residuals.roll_back)(names)
         self.pending -= names
         self._is_changing = False

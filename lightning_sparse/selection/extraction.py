@@ -40,14 +40,12 @@ class Extraction:
         sparsifier: selects the sent values.
         num_slices: number of equal slices whose coordinates are counted for the exchange; 0 for none.
         per_layer: whether to report numbers of every layer.
-        keeps_residual: whether residuals keep unsent values.
     """
 
-    def __init__(self, sparsifier: Sparsifier, *, num_slices: int, per_layer: bool, keeps_residual: bool) -> None:
+    def __init__(self, sparsifier: Sparsifier, *, num_slices: int, per_layer: bool) -> None:
         self._sparsifier = sparsifier
         self._num_slices = num_slices
         self._per_layer = per_layer
-        self._keeps_residual = keeps_residual
         self._selects_by_mask = type(sparsifier).select is MarkingSparsifier.select
         # A subclass of HardThreshold may select differently: the fast path needs these methods unchanged.
         self._selects_by_threshold = all(
@@ -74,7 +72,7 @@ class Extraction:
             transfer.put_back = partial(put_back, bucket.residual.after)
             bucket = replace(bucket, left_out=[*bucket.left_out, transfer.own_slice])
         can_fuse = self._selects_by_threshold and not wire.is_integer
-        uses_triton = can_fuse and self._keeps_residual and is_available(bucket.gradient.device)
+        uses_triton = can_fuse and is_available(bucket.gradient.device)
         uses_c = can_fuse and not uses_triton and is_native(bucket.residual.after, wire_dtype=wire.dtype)
         if bucket.weights is not None and not uses_c:
             bucket.form()
@@ -163,12 +161,6 @@ class Extraction:
             bucket.notes[0] = step.largest
             if not self._sparsifier.needs_averages:
                 transfer.take_payloads = bucket.move
-        if not self._keeps_residual:
-            if transfer.payload is not None and step.selected > step.capacity:
-                overflow = transfer.overflow()  # takes it out of the residual
-                transfer.overflow = lambda: overflow
-            after.zero_()
-            errors = [0.0] * len(errors)
         of_layers = None
         if self._per_layer:
             of_errors = torch.tensor(errors, dtype=torch.float64)
@@ -268,8 +260,6 @@ class Extraction:
     ) -> Tensor:
         """Return the header of a bucket with computed e'; ``count_before`` counts coordinates before positions."""
         after = bucket.residual.after
-        if not self._keeps_residual:
-            after.zero_()
         numbers = {"selected": selected, "non_finite": non_finite, "squared_error": squared_norm(after)}
         of_layers = None
         boundaries, num_layers, num_slices = self._counted(bucket, transfer)

@@ -76,7 +76,7 @@ class StochasticRounding(ScaledIntegerRounding):
 
     This is stochastic rounding to a grid (Gupta et al., *Deep learning with limited numerical precision*, ICML 2015),
     an absolute compressor (Sahu et al., NeurIPS 2021, section 5). It rounds x ε up with probability x − ⌊x⌋. With error
-    feedback every coordinate of the residual stays below ε. It is unbiased, so ``error_feedback="none"`` also works.
+    feedback every coordinate of the residual stays below ε.
 
     The random bits depend on the seed, the number of the step, the worker and the layer's name. A resumed run therefore
     rounds like an uninterrupted run, on every kind of device and with any buckets of DDP.

@@ -45,7 +45,7 @@ class Advice:
     """
 
     def __init__(self, averager: Averager, *, is_sharded: bool, exchange: ExchangeMode) -> None:
-        self._kind, self._keeps_residual, self._is_sharded = averager.kind, averager.keeps_residual, is_sharded
+        self._kind, self._is_sharded = averager.kind, is_sharded
         self._num_workers = averager.workers.num_workers
         self._num_elements = averager.replica.num_workers * sum(averager.parameter_sizes.values())
         self._sparsifier = averager.sparsifier
@@ -139,19 +139,18 @@ class Advice:
 
     def _report_nothing_sent(self, stats: StepStats) -> None:
         grown = stats.squared_error - self._silent_since
-        has_grown = grown > 1e-6 * stats.squared_error
-        if not isinstance(self._sparsifier, HardThreshold) or (self._keeps_residual and not has_grown):
+        if not isinstance(self._sparsifier, HardThreshold) or grown <= 1e-6 * stats.squared_error:
             if self._kind == "drifts":
                 return  # weights do not change with a learning rate of 0
             cause = "gradients are zero. Check that the loss depends on the weights."
         else:
-            now, fitting = self._sparsifier.current_threshold, inf
-            if has_grown:  # assumes that a residual without sent values is a random walk
-                fitting = sqrt(grown / (self._silent * stats.num_elements) / DEFAULT_DENSITY)
+            now = self._sparsifier.current_threshold
+            # Assumes that a residual without sent values is a random walk.
+            fitting = sqrt(grown / (self._silent * stats.num_elements) / DEFAULT_DENSITY)
             remedy = f"Set threshold={min(fitting, now / 2):.2g} or density={DEFAULT_DENSITY}."
             if target_density(self._sparsifier) is not None:
                 remedy = "λ is being lowered."
-            cause = f"λ={now:.3g} is too high{'' if has_grown else ' or gradients are 0'}. {remedy}"
+            cause = f"λ={now:.3g} is too high. {remedy}"
         self._warn("nothing", f"nothing was sent in {EXCHANGES_BEFORE_WARNING} exchanges: {cause}")
 
     def _report_dense(self) -> None:

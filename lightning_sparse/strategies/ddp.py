@@ -81,7 +81,6 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self.sparsifier,
             self._options,
             grad_scaler=getattr(self.precision_plugin, "scaler", None),
-            optimizers=lambda: self.optimizers,
             per_layer_stats=self.per_layer_stats,
         )
         self._begin_fit(state)

@@ -21,7 +21,6 @@ class Plan:
     """The algorithm of the workers."""
 
     select: Callable[[str, Tensor], Tensor]  # (layer, compensated gradient) -> mask
-    feedback: str = "gradient"
     clip_norm: float | None = None
     round_values: Callable[[Tensor], Tensor] = lambda values: values
     select_in_model: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None  # replaces select
@@ -48,10 +47,8 @@ def simulate(
     num_workers = len(batches[0])
     errors = [{name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(num_workers)]
     elements = sum(p.numel() for p in parameters.values())
-    last_rate = optimizer.param_groups[0]["lr"]
     records = []
     for step in batches:
-        rate = optimizer.param_groups[0]["lr"]
         total = {name: torch.zeros_like(p) for name, p in parameters.items()}
         sent_count = dict.fromkeys(parameters, 0)
         for (inputs, targets), error in zip(step, errors, strict=True):
@@ -62,8 +59,7 @@ def simulate(
                 norm = sum(float((g.double() ** 2).sum()) for g in gradient.values()) ** 0.5
                 if norm > plan.clip_norm:
                     gradient = {name: g * (plan.clip_norm / (norm + 1e-6)) for name, g in gradient.items()}
-            factor = last_rate / rate if plan.feedback == "learning_rate" else 1.0
-            compensated = {name: error[name] * factor + gradient[name] for name in parameters}
+            compensated = {name: error[name] + gradient[name] for name in parameters}
             if plan.select_in_model is None:
                 masks = {name: plan.select(name, whole) for name, whole in compensated.items()}
             else:
@@ -72,11 +68,10 @@ def simulate(
                 sent = torch.where(mask, plan.round_values(compensated[name]), 0.0)
                 total[name] += sent
                 sent_count[name] += int(mask.sum())
-                error[name] = torch.zeros_like(sent) if plan.feedback == "none" else compensated[name] - sent
+                error[name] = compensated[name] - sent
         for name, p in parameters.items():
             p.grad = total[name] / num_workers
         optimizer.step()
-        last_rate = rate
         if scheduler is not None:
             scheduler.step()
         squared = sum(float((e.double() ** 2).sum()) for error in errors for e in error.values())

@@ -24,8 +24,7 @@ SCENARIOS = {
     "dense": ({"exchange": "dense"}, {}),
     "auto": ({"exchange": "auto"}, {}),
     "clipped": ({"local_clip_norm": 0.3}, {"clip_norm": 0.3}),
-    "learning_rate": ({"error_feedback": "learning_rate", "step_size": 9}, {"feedback": "learning_rate"}),
-    "none": ({"error_feedback": "none"}, {"feedback": "none"}),
+    "a falling learning rate": ({"step_size": 9}, {}),
     "bfloat16": ({"value_dtype": "bfloat16"}, {"round_values": through_bfloat16}),
 }
 STEP = 2.0**-8
@@ -77,7 +76,7 @@ def largest_of_the_model(density):
     return select
 
 
-@pytest.mark.parametrize("scenario", ["auto", "clipped", "learning_rate"])
+@pytest.mark.parametrize("scenario", ["auto", "clipped", "a falling learning rate"])
 def test_top_k_of_the_model_in_float64_equals_the_simulation(scenario):
     options, plan = SCENARIOS[scenario]
     results = run_workers(partial(train, TopK(0.05, granularity="model"), "adam", **options), 3)

@@ -78,7 +78,7 @@ def train(
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, 0.5) if step_size else None
     given = lightning_sparse.GradientOptions(**options)
-    state = lightning_sparse.register_comm_hook(model, sparsifier, given, optimizer=optimizer, per_layer_stats=True)
+    state = lightning_sparse.register_comm_hook(model, sparsifier, given, per_layer_stats=True)
     assert "sparse_hook" in model._get_ddp_logging_data()["comm_hook"]
     result = Result({}, {})
     state.subscribe(result.steps.append)

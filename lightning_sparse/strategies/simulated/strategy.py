@@ -65,7 +65,7 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
 
     state: SimulatedWorker | None
     _options_class: ClassVar[type] = GradientOptions
-    _excluded_options = frozenset({"error_feedback", "link_gbit_s"})
+    _excluded_options = frozenset({"link_gbit_s"})
     _options: GradientOptions
     _turns: Turns
     _random_numbers: RandomNumbers

@@ -36,12 +36,11 @@ ROWS = {
     '10 % in place of 1 %, `"gather"`': (TEN_PERCENT, THIRTY),
     '`exchange="dense"`, a loss scale (16-mixed)': (ONE_PERCENT, THIRTY | {"exchange": "dense", "is_scaled": True}),
     "parameters in bfloat16": (ONE_PERCENT, THIRTY | {"dtype": torch.bfloat16}),
-    '`error_feedback="none"`': (HardThreshold(threshold=5.0), {"error_feedback": "none"}),
     "`TopK`": (TopK(0.01), {}),
     "local training (`SparseModelAverager`)": (None, {}),
     "local training, `keep_drift=False`": (None, {"keep_drift": False}),
 }
-ON_A_CPU = ("`TopK`", '`error_feedback="none"`', "local training (`SparseModelAverager`)")
+ON_A_CPU = ("`TopK`", "local training (`SparseModelAverager`)")
 
 
 WIDTH, LAYERS = 256, 16

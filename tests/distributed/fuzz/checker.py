@@ -76,7 +76,7 @@ class Checker:
                 self._check_untouched(step, index, gradient)
             elif gradient is None:
                 raise Difference(f"step {step}, {layer.name}: no gradient, though a worker used it")
-            elif case.error_feedback != "none":
+            else:
                 self._check_conservation(
                     step, index, of_workers, [of_worker[layer.name] for of_worker in residuals], gradient, scale
                 )

@@ -59,10 +59,8 @@ class Simulation:
         ]
         self.threshold = {"threshold": self.case.threshold, "density": 0.0, "top_k": None}[self.case.sparsifier]
         workers = range(self.case.num_workers)
-        # Residuals that wait for an optimizer step, by worker and name; committed and pending learning rates.
+        # Residuals that wait for an optimizer step, by worker and name.
         self._pending: list[dict[str, Tensor]] = [{} for _ in workers]
-        self._rates: list[dict[str, float]] = [{} for _ in workers]
-        self._pending_rates: list[dict[str, float]] = [{} for _ in workers]
         self._reached: list[set[str]] = [set() for _ in workers]
 
     @property
@@ -87,22 +85,20 @@ class Simulation:
             gradients = self._gradients(step, worker, scale)
             precision = self._clip(gradients, scale)
             squared_norm += sum(squared(gradient) for gradient in gradients.values()) / (scale or 1.0) ** 2
-            ratios = self._ratios(step, worker)
-            errors = [
-                self._pending[worker].get(layer.name, self.errors[worker][layer.name]) * ratios[layer.name]
-                for layer in self.case.layers
-            ]
+            errors = self.errors[worker] | self._pending[worker]
             compensated.append(
                 [
-                    (*_compensate(layer, error, gradients.get(layer.name), scale, precision), layer.name in gradients)
-                    for layer, error in zip(self.case.layers, errors, strict=True)
+                    (
+                        *_compensate(layer, errors[layer.name], gradients.get(layer.name), scale, precision),
+                        layer.name in gradients,
+                    )
+                    for layer in self.case.layers
                 ]
             )
             self._reached[worker] = set(gradients)
-        tells = self.case.error_feedback != "none"
         workers = [
             {
-                layer.name: self._send(layer, *inputs, residuals[layer.name] if tells else None)
+                layer.name: self._send(layer, *inputs, residuals[layer.name])
                 for layer, inputs in zip(self.case.layers, of_worker, strict=True)
             }
             for of_worker, residuals in zip(compensated, actual, strict=True)
@@ -120,18 +116,13 @@ class Simulation:
         for worker in range(self.case.num_workers):
             gradients = self._of_one_backward(step, DISCARDED, worker, scale)
             self._clip(gradients, scale)
-            for name, ratio in self._ratios(step, worker).items():
-                if name not in gradients:  # the backward changed no residual
-                    self.errors[worker][name] = self.errors[worker][name] * ratio
-                    if name in self._pending_rates[worker]:
-                        self._rates[worker][name] = self._pending_rates[worker][name]
             norms.append(sum(squared(gradient) for gradient in gradients.values()) / (scale or 1.0) ** 2)
         self.drop_pending()
         return sum(norms) / self.case.num_workers
 
     def drop_pending(self) -> None:
         """Drop gradients and the pending changes of residuals."""
-        for held in (*self._pending, *self._pending_rates):
+        for held in self._pending:
             held.clear()
         self.stale = {}
 
@@ -143,8 +134,6 @@ class Simulation:
                     self._pending[worker][name] = residual
                 else:  # the backward did not reach the layer
                     self.errors[worker][name] = residual
-                    if name in self._pending_rates[worker]:
-                        self._rates[worker][name] = self._pending_rates[worker].pop(name)
 
     def commit(self, has_stepped: tuple[bool, bool]) -> None:
         """Commit pending residuals of even and odd layers whose optimizer has stepped."""
@@ -155,26 +144,12 @@ class Simulation:
             for worker in range(self.case.num_workers):
                 if name in self._pending[worker]:
                     self.errors[worker][name] = self._pending[worker].pop(name)
-                if name in self._pending_rates[worker]:
-                    self._rates[worker][name] = self._pending_rates[worker].pop(name)
 
     def _drop_what_is_zeroed(self, step: int) -> None:
         for worker in range(self.case.num_workers):
             for index, layer in enumerate(self.case.layers):
                 if self.case.is_zeroed(step, worker, index) or self.stale.get(layer.name) is None:
                     self._pending[worker].pop(layer.name, None)
-                    self._pending_rates[worker].pop(layer.name, None)
-
-    def _ratios(self, step: int, worker: int) -> dict[str, float]:
-        ratios = {layer.name: 1.0 for layer in self.case.layers}
-        if self.case.error_feedback == "learning_rate":
-            for index, layer in enumerate(self.case.layers):
-                rate, name = self.case.rates[step][index % 2], layer.name
-                if rate != 0:
-                    last = self._pending_rates[worker].get(name, self._rates[worker].get(name, rate))
-                    ratios[name] = last / rate
-                    self._pending_rates[worker][name] = rate
-        return ratios
 
     def _gradients(self, step: int, worker: int, scale: float | None) -> dict[str, Tensor]:
         """Return the gradients that DDP exchanges: sums of S · g over backwards, plus stale gradients."""
@@ -221,7 +196,7 @@ class Simulation:
             gradient.mul_(min(factor, 1.0) if math.isfinite(norm) else 0.0)
         return precision_of(self.case)
 
-    def _send(self, layer: Layer, p: Tensor, rounding: Tensor, is_used: bool, actual: Tensor | None) -> Sent:
+    def _send(self, layer: Layer, p: Tensor, rounding: Tensor, is_used: bool, actual: Tensor) -> Sent:
         is_sent = is_open = torch.zeros(layer.size, dtype=torch.bool)
         count = 0
         if is_used:
@@ -229,19 +204,16 @@ class Simulation:
         threshold = self.threshold_of(layer.name)
         rounded = round_values(p, self.case.value_dtype, threshold)
         quantum = wire_quantum(p, self.case.value_dtype, threshold)
-        if actual is not None:
-            # The worker's residual resolves an open selection: a residual near p was kept.
-            was_sent = (actual - (p - rounded)).abs() < (actual - p).abs()
-            # A value that rounds to zero leaves the same residual in both cases.
-            tells = is_open & (rounded != 0)
-            followed = torch.where(tells, was_sent, is_sent)
-            if self.case.sparsifier != "top_k":
-                count += int(followed.sum()) - int(is_sent.sum())
-            is_sent, is_open = followed, is_open & ~tells
+        # The worker's residual resolves an open selection: a residual near p was kept.
+        was_sent = (actual - (p - rounded)).abs() < (actual - p).abs()
+        # A value that rounds to zero leaves the same residual in both cases.
+        tells = is_open & (rounded != 0)
+        followed = torch.where(tells, was_sent, is_sent)
+        if self.case.sparsifier != "top_k":
+            count += int(followed.sum()) - int(is_sent.sum())
+        is_sent, is_open = followed, is_open & ~tells
         rest = p - rounded
         kept = torch.where(is_sent, torch.where(rest.isfinite(), rest, 0.0), p)
-        if self.case.error_feedback == "none":
-            kept = torch.zeros_like(p)
         sent = torch.where(is_sent, rounded, torch.zeros_like(p))
         return Sent(p, sent, kept, is_open, rounding, count, quantum)
 
@@ -287,8 +259,6 @@ def _compensate(
 
 def squared_slack(result: Sent, case: Case) -> float:
     """Return the error bound of ‖e'‖²: |‖e + δ‖² − ‖e‖²| <= 2 ‖e‖ ‖δ‖ + ‖δ‖²."""
-    if case.error_feedback == "none":
-        return 0.0
     off = torch.where(result.rounding > 0, result.rounding + result.quantum, 0.0)
     off += torch.where(result.is_open, result.compensated.abs(), 0.0)
     return 2 * math.sqrt(squared(result.kept) * squared(off)) + squared(off)

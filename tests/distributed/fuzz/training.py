@@ -93,12 +93,10 @@ class Training:
                 layer_thresholds=dict(case.layer_thresholds),
             ),
             GradientOptions(
-                error_feedback=case.error_feedback,
                 local_clip_norm=case.local_clip_norm,
                 value_dtype=case.value_dtype,
                 exchange=case.exchange,
             ),
-            optimizer=self.optimizers if case.error_feedback == "learning_rate" else None,
             grad_scaler=self.scaler,
             per_layer_stats=case.per_layer_stats,
         )

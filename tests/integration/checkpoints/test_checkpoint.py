@@ -113,7 +113,6 @@ OF_GRADIENTS: dict[str, dict[str, Any]] = {
     "density": {"strategy": {"density": 0.05}},
     "share of each layer": {"strategy": {"density": 0.1, "granularity": "layer"}},
     "given thresholds": {"strategy": {"density": 0.02, "layer_thresholds": {"*.bias": 0.0}}},
-    "learning rate": {"strategy": {"error_feedback": "learning_rate"}},
     "bfloat16": {"strategy": {"value_dtype": "bfloat16"}},
     "dense": {"strategy": {"exchange": "dense"}},
     "reduce scatter": {"strategy": {"exchange": "reduce_scatter"}},

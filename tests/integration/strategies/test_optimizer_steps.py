@@ -1,8 +1,6 @@
 """Steps that bypass Lightning, optimizers without a learning rate, compiled steps, and callbacks with own weights."""
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,14 +146,6 @@ def test_every_strategy_trains_with_an_unusual_optimizer(make_optimizer: Any, na
     run_workers(_trains_all, 1, make_optimizer, ["simulated"], process_group=False)
 
 
-@on_workers(2, process_group=False)
-def test_error_feedback_by_learning_rate_needs_a_learning_rate() -> None:
-    message = re.escape("WithoutRate has a parameter group without a learning rate (lr=None). error_feedback=")
-    strategy = DDPHardThresholdStrategy(threshold=0.02, error_feedback="learning_rate")
-    with pytest.raises(ValueError, match=message):
-        quiet_trainer(strategy).fit(Classifier(WithoutRate), data())
-
-
 CALLBACKS: dict[str, dict[str, Any]] = {
     "StochasticWeightAveraging": {"swa_lrs": 0.01, "swa_epoch_start": 1},
     "WeightAveraging": {},
@@ -180,30 +170,3 @@ def test_callbacks_with_a_state_of_own_weights_cause_a_warning(name: str) -> Non
     if dist.get_rank() == 0:
         warned = [f"{name} averages each worker's own weights" in text for text in messages]
         assert warned == ([] if name == "Timer" else [True])
-
-
-@pytest.mark.parametrize("threshold", [0.5, 0.0])
-@on_workers(2, process_group=False)
-def test_a_run_without_error_feedback_warns_if_residuals_are_lost(threshold: float, tmp_path: Path) -> None:
-    first = quiet_trainer(DDPHardThresholdStrategy(threshold=threshold), max_steps=4)
-    first.fit(Classifier(), data())
-    path = tmp_path / "4.ckpt"
-    first.save_checkpoint(path)
-    messages, found = list[str](), list[dict[str, Tensor]]()
-    look = callbacks.LambdaCallback(
-        on_train_start=lambda trainer, _: found.append(trainer.strategy.state.residuals.state_dict())
-    )
-    strategy = DDPHardThresholdStrategy(threshold=0.5, error_feedback="none")
-    second = quiet_trainer(strategy, max_steps=6, callbacks=[look])
-    with warnings_of(messages, "are lost"):
-        second.fit(Classifier(), data(), ckpt_path=path)
-    [residuals] = found
-    assert not any(residual.any() for residual in residuals.values())
-    warnings = int(dist.get_rank() == 0 and threshold > 0)  # λ = 0 leaves nothing unsent
-    assert len(messages) == warnings
-    assert all("the saved residuals are lost: error_feedback='none' keeps none" in message for message in messages)
-    second.save_checkpoint(path)
-    assert torch.load(path, weights_only=True)["lightning_sparse"]["workers"] == []
-    with warnings_of(messages, "residuals"):  # nothing is missing
-        quiet_trainer(DDPHardThresholdStrategy(threshold=0.5), max_steps=8).fit(Classifier(), data(), ckpt_path=path)
-    assert len(messages) == warnings

@@ -53,26 +53,19 @@ def test_a_late_calibration_warns_once():
 
 @pytest.mark.parametrize("granularity", ["model", "layer"])
 @pytest.mark.parametrize(
-    ("selected", "squared_errors", "keeps_residual", "moves"),
+    ("selected", "squared_errors", "moves"),
     [
-        (4, (1.0, 1.0), True, "down"),
-        (4, (0.0, 0.0), True, "not"),  # a sparse gradient: a smaller λ sends no more
-        (0, (1.0, 2.0), True, "down"),
-        (0, (1.0, 1.0), True, "not"),  # the residual has not changed
-        (0, (0.0, 0.0), True, "not"),  # gradients of zeros
-        (200, (0.0, 0.0), True, "up"),
-        (4, (0.0, 0.0), False, "down"),  # error_feedback="none": the residual is always zero
-        (0, (0.0, 0.0), False, "down"),
-        (200, (0.0, 0.0), False, "up"),
+        (4, (1.0, 1.0), "down"),
+        (4, (0.0, 0.0), "not"),  # a sparse gradient: a smaller λ sends no more
+        (0, (1.0, 2.0), "down"),
+        (0, (1.0, 1.0), "not"),  # the residual has not changed
+        (0, (0.0, 0.0), "not"),  # gradients of zeros
+        (200, (0.0, 0.0), "up"),
     ],
 )
-def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(
-    selected, squared_errors, keeps_residual, moves, granularity
-):
+def test_the_threshold_falls_only_if_a_smaller_threshold_sends_more(selected, squared_errors, moves, granularity):
     sparsifier = HardThreshold(density=0.1, granularity=granularity)
-    calibrator = Calibrator(
-        sparsifier, GradientOptions(error_feedback="gradient" if keeps_residual else "none"), logs=False
-    )
+    calibrator = Calibrator(sparsifier, GradientOptions(), logs=False)
     calibrator.set_threshold(1.0)
     found = []
     for step, squared_error in enumerate(squared_errors):

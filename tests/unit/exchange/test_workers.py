@@ -14,7 +14,6 @@ from lightning_sparse.exchange.buffers import STEPS_BEFORE_FREE, Buffers
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.ddp_averager import sparse_hook
-from lightning_sparse.gradients.learning_rates import learning_rates_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -46,21 +45,6 @@ def test_parameters_of_a_process_share_a_device():
     on_two = {"a": torch.empty(1), "b": torch.empty(2, device="meta"), "c": torch.empty(2, device="meta")}
     with pytest.raises(ValueError, match=r"several devices: 'a' on cpu, 'b' on meta\. Put all"):
         require_one_device(on_two)
-
-
-def test_a_learning_rate_tensor_is_read_once_per_group():
-    class Rate(torch.Tensor):
-        reads = 0
-
-        def __float__(self):
-            Rate.reads += 1
-            return 0.5
-
-    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    optimizer = torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:], "lr": 0.25}], lr=1.0)
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.5).as_subclass(Rate)
-    assert list(learning_rates_of([optimizer]).values()) == [0.5, 0.5, 0.25]
-    assert Rate.reads == 1
 
 
 def test_the_hook_rejects_cuda_graph_capture(monkeypatch):

@@ -36,7 +36,7 @@ def outcome(fill, values, layout, wire, capacity, unused, sparsifier=SPARSIFIERS
     """Return the sent values as a dense tensor, the residual and the header."""
     residual = torch.zeros(layout.num_elements)
     transfer = Transfer(wire, capacity, torch.full_like(residual, 7.0))
-    extraction = Extraction(sparsifier, num_slices=3, per_layer=True, keeps_residual=True)
+    extraction = Extraction(sparsifier, num_slices=3, per_layer=True)
     memory = Residual(torch.zeros_like(residual), residual)
     bucket = FlatBucket(0, layout, values.clone(), memory, is_last=True, left_out=unused)
     header = fill(extraction, bucket, transfer)

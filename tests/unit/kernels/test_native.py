@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     """Return the sent values, the residual, the header and the gradient's memory of a bucket."""
     monkeypatch.setattr(extraction, "is_native", native.is_native if has_native else lambda *_, **__: False)
-    wire, capacity, scale, unused, thresholds, in_place, per_layer, keeps_residual, overshoot = options
+    wire, capacity, scale, unused, thresholds, in_place, per_layer, overshoot = options
     sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds, overshoot=overshoot)
     gradient, before = gradient.clone(), residual.clone()
     after = before if in_place else torch.full_like(before, NAN)
@@ -43,7 +43,7 @@ def outcome(has_native, monkeypatch, layout, residual, gradient, options):
     loss_scale = None if scale is None else torch.tensor([scale])
     memory = Residual(before, after)
     bucket = FlatBucket(0, layout, gradient, memory, is_last=True, left_out=unused, loss_scale=loss_scale)
-    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_residual=keeps_residual)
+    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer)
     header = filling.fill(bucket, transfer, measures_gradient=True)
     return (
         transfer.sent(int(header[0])),
@@ -81,7 +81,6 @@ def test_native_functions_equal_tensor_operations(data):
         data.draw(st.sampled_from([None, {"l1": 0.1}, {"l0": 0.25, "l2": 1e30}, {"l1": 0.0}])),
         gradient.dtype == torch.float32 and data.draw(st.booleans()),
         data.draw(st.booleans()),
-        data.draw(st.sampled_from([True, True, False])),
         data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.75])),
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -104,7 +103,7 @@ def test_native_functions_keep_the_bits_of_edge_values(capacity, wire, threshold
     assert native.is_native(p, wire_dtype=wire.dtype)
     monkeypatch.setattr(Transfer, "divisor", 1)
     nothing = torch.full_like(p, -0.0)  # p + -0.0 is p even if p is -0.0
-    options = wire, capacity, None, [], {"p": threshold}, False, False, True, overshoot
+    options = wire, capacity, None, [], {"p": threshold}, False, False, overshoot
     arguments = monkeypatch, LayerLayout(("p",), (p.numel(),)), p, nothing, options
     (sent, kept, header, _), expected = (outcome(has_native, *arguments) for has_native in (True, False))
     assert_equal((sent, kept, header[:3]), (*expected[:2], expected[2][:3]))
@@ -133,9 +132,7 @@ def test_a_residual_of_zeros_is_not_touched_if_everything_is_sent(wire, threshol
         transfer = Transfer(wire, capacity, torch.empty_like(gradient))
         bucket = FlatBucket(0, layout, gradient.clone(), residual, is_last=True, left_out=unused)
         sparsifier = HardThreshold(threshold=0.0, layer_thresholds=thresholds, overshoot=0.5)
-        header = extraction.Extraction(sparsifier, num_slices=0, per_layer=True, keeps_residual=True).fill(
-            bucket, transfer
-        )
+        header = extraction.Extraction(sparsifier, num_slices=0, per_layer=True).fill(bucket, transfer)
         found.append((transfer.sent(int(header[0])), residual.before, residual.after, header))
         assert (residual.after._version == 0) == (stays and is_zero)
     assert_equal(*found)
@@ -171,7 +168,7 @@ def test_native_functions_take_values_out_of_weights(sizes, data):
     wire, capacity = data.draw(st.sampled_from(WIRES)), data.draw(st.sampled_from([None, 0, 4, 400, 80_000]))
     thresholds, per_layer = data.draw(st.sampled_from([None, {"l1": 0.1}, {"l0": 0.0}])), data.draw(st.booleans())
     sparsifier = HardThreshold(threshold=0.5, layer_thresholds=thresholds)
-    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer, keeps_residual=True)
+    filling = extraction.Extraction(sparsifier, num_slices=3, per_layer=per_layer)
 
     def filled(bucket):
         transfer = Transfer(wire, capacity, torch.full_like(anchor, NAN))
@@ -347,7 +344,7 @@ def test_a_big_endian_processor_uses_tensor_operations(monkeypatch, again):
 def test_autograd_sees_native_writes():
     after, gradient, other = torch.zeros(64), torch.ones(64), torch.zeros(64)
     memory = Residual(torch.zeros(64), after)
-    filling = extraction.Extraction(HardThreshold(threshold=0.5), num_slices=0, per_layer=False, keeps_residual=True)
+    filling = extraction.Extraction(HardThreshold(threshold=0.5), num_slices=0, per_layer=False)
     bucket = FlatBucket(0, LayerLayout(("l0",), (64,)), gradient, memory, is_last=True)
     for capacity, out in [(64, other), (64, gradient), (None, other)]:
         versions = after._version, gradient._version, out._version

@@ -52,7 +52,6 @@ class Situation:
         steps: its exchanges.
         expected: a pattern for each expected message.
         planned: number of exchanges to come.
-        keeps_residual: whether error feedback is on.
         trained: number of elements that the model trains.
         searched: exchanges of an earlier search that used the same objects.
     """
@@ -66,7 +65,6 @@ class Situation:
     exchange: ExchangeMode = "auto"
     planned: float | None = 10_000
     workers: int = WORKERS
-    keeps_residual: bool = True
     trained: int = 1_000_000
     searched: list[StepStats] = field(default_factory=list)
 
@@ -97,16 +95,6 @@ SITUATIONS = {
     ),
     "nothing while λ is corrected": Situation(
         [step(0, error=number) for number in range(1, 201)], [r"too high. λ is being lowered"]
-    ),
-    # Without error feedback every residual is zero.
-    "nothing without error feedback": Situation(
-        [step(10, error=0.0)] + [step(0, error=0.0)] * 200,
-        [r"λ=1 is too high or gradients are 0. Set threshold=0.5"],
-        sparsifier=HardThreshold(threshold=1.0),
-        keeps_residual=False,
-    ),
-    "nothing without error feedback while λ is corrected": Situation(
-        [step(0, error=0.0)] * 200, [r"too high or gradients are 0. λ is being lowered"], keeps_residual=False
     ),
     "nothing of zero gradients, after others": Situation([step(10)] + [step(0)] * 200, ["gradients are zero"]),
     "nothing moves": Situation([step(10)] + [step(0)] * 200, kind="drifts"),
@@ -176,7 +164,6 @@ def listen(situation: Situation) -> list[str]:
         replica=SimpleNamespace(num_workers=2),
         parameter_sizes={"weight": situation.trained // 2},
         kind=situation.kind,
-        keeps_residual=situation.keeps_residual,
         subscribe=subscribers.append,
     )
     optimizer = situation.optimizer([torch.nn.Parameter(torch.ones(1))], lr=0.1)
@@ -228,7 +215,6 @@ EXTREMES = [
         for λ in (TINY, HUGE)
         for sparsifier in (_calibrated(TINY, λ), HardThreshold(threshold=λ))
     ),
-    Situation([step(0, error=0.0)] * 200, sparsifier=_calibrated(TINY, TINY), keeps_residual=False),
     Situation([replace(step(0.12 * HUGE), dense_elements=int(0.98 * HUGE), num_elements=int(HUGE))] * 200),
     Situation([step(100, layers={LONG_NAME + str(number): (0, HUGE) for number in range(1234)})] * 600),
 ]  # fmt: skip

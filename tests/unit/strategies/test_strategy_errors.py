@@ -40,7 +40,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     *(
         (of_top_k, {name: word}, f"Invalid {name}={word!r}. Must be one of {allowed}.")
         for name, word, allowed in (
-            ("error_feedback", "sideways", "'gradient', 'learning_rate', 'none'"),
             ("value_dtype", "", "'float32', 'bfloat16', 'float8', 'int8'"),
             ("exchange", None, "'auto', 'gather', 'reduce_scatter', 'sparse_sums', 'dense'"),
         )
@@ -83,7 +82,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         )
     ),
     (LOCAL, {"overshoot": 0.5}, "Got overshoot=0.5 for drifts, which gained nothing from it in tests. Use overshoot=0"),
-    (DDP, {"overshoot": 0.5, "error_feedback": "none"}, "Got overshoot=0.5 with error_feedback='none'"),
     (LOCAL, {"every_n_steps": 2.5}, "whole number"),
     *((make, {"timeout": 300}, "Invalid timeout=300. Must be a duration") for make in (DDP, LOCAL, HSDP, LOCAL_HSDP)),
     *((make, {"replicas": 0}, "Invalid replicas=0") for make in (HSDP, LOCAL_HSDP)),

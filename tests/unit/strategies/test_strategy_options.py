@@ -18,7 +18,7 @@ THRESHOLD: dict[str, Any] = {
     "overshoot": 0.0,
 }
 EXCHANGE: dict[str, Any] = {"value_dtype": "float32", "exchange": "auto", "link_gbit_s": None, "worker_state": "full"}
-OF_DDP: dict[str, Any] = {"error_feedback": "gradient", "local_clip_norm": None, "gradient_as_bucket_view": None}
+OF_DDP: dict[str, Any] = {"local_clip_norm": None, "gradient_as_bucket_view": None}
 DRIFTS: dict[str, Any] = {
     "every_n_steps": 1,
     "keep_drift": True,
