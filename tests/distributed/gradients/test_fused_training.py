@@ -166,7 +166,7 @@ if INTERPRETED:
         gradient = torch.randn(70_000, generator=torch.Generator().manual_seed(0)) * 0.15  # λ is 0.5
         gradient[[3, 5, 69_000]] = torch.tensor([NAN, -INF, 1e6])
         layout, left_out = LayerLayout(("a", "b", "c"), (1000, 68_000, 1000)), [(0, 2)] if capacity == 4 else []
-        options = (wire, capacity, None, left_out, None, False, True, True, 0.0)
+        options = (wire, capacity, None, left_out, None, False, True, 0.0)
         outcomes = []
         for uses_kernels in (True, False):
             monkeypatch.setattr(extraction, "is_available", lambda device, answer=uses_kernels: answer)
