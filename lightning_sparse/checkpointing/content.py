@@ -6,6 +6,7 @@ All strategies write the same fields under one key, plain containers and tensors
     version         the version of the format
     world_size      number of workers, or of replicas
     ranks           number of ranks per replica; 1 if the model is not sharded
+    has_unsent      whether any saved unsent value is not zero
     numbers         ``Snapshot.numbers``; None if no state could be saved
     histories       ``Snapshot.history`` of every rank of a replica
     shared          ``Snapshot.shared``, whole tensors
@@ -48,7 +49,7 @@ INCOMPLETE = {
 def empty_content(kind: str, why_not: str | None, num_workers: int = 1, ranks: int = 1) -> dict[str, Any]:
     """Return the content of a checkpoint without numbers and tensors."""
     content: dict[str, Any] = {"kind": kind, "version": VERSION, "why_incomplete": why_not}
-    content |= {"world_size": num_workers, "ranks": ranks, "numbers": None}
+    content |= {"world_size": num_workers, "ranks": ranks, "has_unsent": False, "numbers": None}
     return content | {"histories": [], "shared": {}, "workers": [], "extras": [], "in_folder": False}
 
 
@@ -61,7 +62,7 @@ def own_content(content: Mapping[str, Any] | None, kind: str) -> Mapping[str, An
     if content is None:
         rank_zero_info(f"lightning_sparse: the checkpoint was written without a sparse exchange. {FRESH_STARTS[kind]}")
         return None
-    writer = content["kind"]
+    writer, has_unsent = content["kind"], content["has_unsent"]
     if content["version"] > VERSION:
         raise RuntimeError(
             f"The checkpoint holds {writer} in format {content['version']}, but this version of lightning_sparse "
@@ -69,9 +70,9 @@ def own_content(content: Mapping[str, Any] | None, kind: str) -> Mapping[str, An
         )
     if writer == kind:
         return content
-    rank_zero_warn(
-        f"lightning_sparse: {WRITERS[writer]} wrote the checkpoint. Its unsent {writer} are lost. {FRESH_STARTS[kind]}"
-    )
+    said = f"The unsent {writer} are lost." if has_unsent else f"It holds no unsent {writer}."
+    tell = rank_zero_warn if has_unsent else rank_zero_info
+    tell(f"lightning_sparse: {WRITERS[writer]} wrote the checkpoint. {said} {FRESH_STARTS[kind]}")
     return None
 
 

@@ -24,7 +24,7 @@ from lightning_sparse.checkpointing.content import (
 )
 from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.snapshot import Tensors, copied
+from lightning_sparse.engine.snapshot import Tensors, copied, has_values
 from lightning_sparse.exchange.save_barrier import patience_of
 from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter, write_folder
 from lightning_sparse.exchange.workers import Workers
@@ -149,9 +149,11 @@ def collect(
         return content
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
     extras = {**snapshot.extra, **(extra or {})} if worker_state == "full" else {}
-    of_workers = workers.gather_objects_to_first(copied(extras))
+    of_workers = workers.gather_objects_to_first((has_values(kept.get("unsent", {})), copied(extras)))
     if workers.rank == 0:
-        content["extras"] = replica.gather_objects_to_first(of_workers)
+        of_ranks = replica.gather_objects_to_first(of_workers)
+        content["has_unsent"] = any(has_unsent for of_rank in of_ranks for has_unsent, _ in of_rank)
+        content["extras"] = [[of_worker for _, of_worker in of_rank] for of_rank in of_ranks]
     shared, own = _like_parameters(averager, snapshot.shared), _like_parameters(averager, kept)
     own |= {OPTIMIZERS: optimizers} if optimizers else {}
     if folder is not None:

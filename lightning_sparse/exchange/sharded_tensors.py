@@ -92,6 +92,6 @@ def shapes_in_folder(folder: Path) -> dict[str, torch.Size]:
 
 def _unreadable(folder: Path, reason: object) -> RuntimeError:
     return RuntimeError(
-        f"lightning_sparse cannot resume: the folder {str(folder)!r} cannot be read ({reason}). Resume from another "
+        f"lightning_sparse cannot resume: the folder {str(folder)!r} cannot be read ({reason!r}). Resume from another "
         "checkpoint, or delete the folder to continue without the workers' residuals or drifts."
     )
