@@ -171,7 +171,11 @@ class UnexchangedParameters:
         self._exchanged = {id(parameter): parameter for parameter in exchanged}
 
     def first(self, optimizer: Optimizer | None = None) -> str | None:
-        """Return the name of the first unexchanged parameter, of an optimizer or all, with a gradient; or None."""
+        """Return the name of the first unexchanged parameter with a gradient, or None.
+
+        Args:
+            optimizer: if given, only its parameters count.
+        """
         if (module := self._module()) is None:
             return None
         groups = [{"params": module.parameters()}] if optimizer is None else optimizer.param_groups

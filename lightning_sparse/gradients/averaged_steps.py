@@ -9,7 +9,7 @@ from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, Unexc
 
 
 class AveragedStepObserver(ParameterStepObserver):
-    """Warns once if an optimizer steps on gradients that were not averaged, and rejects gradients that cannot be."""
+    """Warns once if an optimizer steps on gradients that were not averaged; rejects unexchanged gradients."""
 
     def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:
         super().__init__(parameters, "guides/big-models")
@@ -21,7 +21,7 @@ class AveragedStepObserver(ParameterStepObserver):
         self._averaged.update(map(id, parameters))
 
     def require_exchanged(self, optimizer: Optimizer | None = None) -> None:
-        """Raise RuntimeError if a parameter, of an optimizer or all, has a gradient but is not exchanged."""
+        """Raise RuntimeError if a gradient, of this optimizer or of the whole module, is not exchanged."""
         if (name := self._unexchanged.first(optimizer)) is not None:
             raise RuntimeError(
                 f"{name!r} has a gradient that is not exchanged: the model's parameters have changed since the call of "

@@ -82,7 +82,7 @@ class GPTLanguageModel(LightningModule):
         weight_decay: weight decay of the optimizer.
         optimizer: ``"adamw"`` or ``"sgd"``, which needs a larger learning rate, such as 0.3.
         momentum: of SGD; also the first beta of AdamW, whose second is 0.95.
-        pretrained: a checkpoint of this module, with whose weights ``fit`` begins; its optimizer is not read.
+        pretrained: path of a checkpoint of this module; ``fit`` begins with its weights and a new optimizer.
 
     Raises:
         ValueError: a number is out of range, or the optimizer is unknown.

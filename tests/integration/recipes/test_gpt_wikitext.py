@@ -11,7 +11,7 @@ import yaml
 
 from lightning_sparse import LocalHardThresholdStrategy
 from recipes import MissingDataError
-from recipes.gpt_wikitext.data import GPTDataModule, windows_of
+from recipes.gpt_wikitext.data import GPTDataModule, read_python_source, windows_of
 from recipes.gpt_wikitext.model import GPT, GPTLanguageModel
 from recipes.weights import validate
 from tests.integration.recipes.recipe_runs import DATA, GPT_FOLDER, RECIPES, fit_recipe, needs_data
@@ -104,13 +104,21 @@ def test_fine_tuning_begins_with_pretrained_weights_on_source_code(tmp_path):
     module = GPTDataModule(source="python")
     module.setup("fit")
     assert all(b"import " in bytes(text[:100_000].tolist()) for text in module._texts.values())
-    assert bytes(module._texts["val"].tolist()) not in bytes(module._texts["train"].tolist())
     model = GPTLanguageModel(width=32, pretrained=str(tmp_path / "pretrained.ckpt"))
     model._trainer = SimpleNamespace(datamodule=module)
     assert (model.network.decoder.weight != before.network.decoder.weight).any()
     model.setup("fit")
     for weight, expected in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(weight, expected)
+
+
+def test_each_file_of_source_code_is_in_one_split(tmp_path, monkeypatch):
+    (tmp_path / "test").mkdir()
+    for name in (*"abcdefghijkl", "test/a"):
+        (tmp_path / f"{name}.py").write_text(name)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    texts = {split: bytes(text.tolist()) for split, text in read_python_source().items()}
+    assert texts == {"train": b"cdefghij", "val": b"ak", "test": b"bl"}
 
 
 def test_source_code_as_words_raises():
