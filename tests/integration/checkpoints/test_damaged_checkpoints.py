@@ -9,6 +9,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import model_parallel
 
 from lightning_sparse import DDPHardThresholdStrategy, HSDPHardThresholdStrategy, LocalHardThresholdStrategy
@@ -118,7 +119,12 @@ def test_shards_replace_a_checkpoint_of_either_form_or_a_link_and_no_other_folde
             assert [path.name for path in saved.iterdir()] == ["last.ckpt"]
         assert target.exists()
         assert not last.is_symlink()
-    interrupted = patch.object(model_parallel, "_distributed_checkpoint_save", side_effect=KeyboardInterrupt)
+
+    def interrupt(*_: object) -> None:
+        dist.barrier()  # all ranks create the incomplete folder, which rank 0 removes after the interrupt
+        raise KeyboardInterrupt
+
+    interrupted = patch.object(model_parallel, "_distributed_checkpoint_save", interrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         trainer.save_checkpoint(last)
     trainer.strategy.barrier()
