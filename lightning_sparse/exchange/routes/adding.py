@@ -84,7 +84,7 @@ def add_selection(selection: Selection, out: Tensor, senders: Tensor | None) -> 
         senders.scatter_add_(0, selection.indices, (selection.values != 0).to(senders.dtype))
 
 
-def concatenate(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> None:
+def concatenate(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffers: Buffers) -> None:
     """Put the coordinates of payload j into slice j of ``out``.
 
     ``out``, shape (d,), is all zeros. Its slices have ``payload_format.num_elements`` each; the last ones may be
@@ -93,9 +93,8 @@ def concatenate(payload_format: PayloadFormat, rows: Tensor, out: Tensor) -> Non
     if is_available(out.device):
         decode(payload_format, rows, out, None, len(rows))
         return
-    for rank, row in enumerate(rows.unbind()):
-        indices, values = payload_format.unpack(row, out.dtype)
-        out[indices + rank * payload_format.num_elements] = values
+    for row, part in zip(rows.unbind(), out.split(payload_format.num_elements), strict=False):
+        average(payload_format, [row], part, buffers)  # of a single payload: its values
 
 
 def decode(

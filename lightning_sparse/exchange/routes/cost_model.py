@@ -19,6 +19,9 @@ SLACK_DEVIATIONS = 2.0
 INSIDE_GBIT_S, BETWEEN_GBIT_S = 2400.0, 100.0
 """The assumed rates of a GPU's link: NVLink if all workers share a node, else a network of 100 Gbit/s. Sparse routes
 are chosen only if they are faster even at these rates."""
+GLOO_BYTE = 1.3e-9
+"""Seconds that Gloo takes per received byte if the link is not slower. Gloo works while the link transfers, so the two
+do not add up (benchmarks/results/step_time_bucket_view.json, DDP at four rates)."""
 GATHER_LAUNCHES, REDUCE_SCATTER_LAUNCHES = 2, 46
 """Additional kernels per bucket relative to the dense route (tests/distributed/exchange/test_launches.py)."""
 
@@ -61,6 +64,7 @@ class Speeds(NamedTuple):
     byte: float  # for a byte to arrive
     select: float  # to select and pack a coordinate
     add: float  # to add a received coordinate
+    place: float  # to put received averages in place, per element of the bucket, if they are many
     round: float  # for a round of messages, however small they are
     payload: float  # to start adding a payload
     launch: float  # to prepare and launch a kernel
@@ -70,16 +74,15 @@ def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False
     """Return measured speeds of CPUs, or mostly predicted speeds of GPUs.
 
     CPU: 34 ns to select and 8 ns to add a coordinate, at a density of 20 % without a compiler
-    (benchmarks/selection.py). A Gloo all-reduce takes 1.3 ns per byte beside the link's time. Without ``link_gbit_s``,
-    the link has 10 Gbit/s. If it is slower, buckets above a density of 10 % become dense too early, but no step is much
-    slower than in plain DDP.
+    (benchmarks/selection.py). Without ``link_gbit_s``, the link has 10 Gbit/s. If it is slower, buckets above a density
+    of 10 % become dense too early, but no step is much slower than in plain DDP.
     GPU: about 100 bytes of memory traffic per coordinate, 60 µs of the host per launch, Python and operators included,
     and 4 µs for each payload's chain of reads (docs/evidence/performance.md).
     """
     if on_gpu:
         link = link_gbit_s or (INSIDE_GBIT_S if is_one_node else BETWEEN_GBIT_S)
-        return Speeds(8e-9 / link, 4e-11, 4e-11, 6e-6, 4e-6, 6e-5)
-    return Speeds(1.3e-9 + 8e-9 / (link_gbit_s or 10.0), 34e-9, 8e-9, 70e-6, 0.0, 0.0)
+        return Speeds(8e-9 / link, 4e-11, 4e-11, 4e-11, 6e-6, 4e-6, 6e-5)
+    return Speeds(max(GLOO_BYTE, 8e-9 / (link_gbit_s or 10.0)), 34e-9, 8e-9, 1.5e-9, 70e-6, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ class Costs:
                 3 * speeds.round  # coordinates, headers and sizes, averages
                 + byte * received["reduce_scatter"]
                 + selected * speeds.select
-                + (n * largest_slice + (union if is_sparse else 0)) * speeds.add
+                + n * largest_slice * speeds.add
+                + (min(union * speeds.add, self.num_elements * speeds.place) if is_sparse else 0)
                 + n * speeds.payload
                 + REDUCE_SCATTER_LAUNCHES * launch
             )

@@ -107,7 +107,7 @@ class ReduceScatterTransfer(GatherTransfer):
         """Concatenate the slices."""
         self.work.wait()
         if self._is_sparse:
-            concatenate(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out)
+            concatenate(self._average_format, self._averages.view(self.workers.num_workers, -1), self.out, self.buffers)
         else:
             self.out.copy_(self._averages[: self.out.numel()])
         self._is_averaged = True
