@@ -120,7 +120,7 @@ def describe_link(prediction: Estimate, round_seconds: float) -> str:
         f"{1e3 * round_seconds:.2g} ms for a single element. Pass link_gbit_s={gbit(rate, 2)} to a strategy; "
         "to a sharded one, divided by the ranks per node.\n"
         f"{prediction}\n"
-        "After a fit, the table of DensityMonitor shows the gain of your training."
+        "After a fit, the table of DensityMonitor shows the time of a step: compare it with strategy='ddp'."
     )
 
 

@@ -30,7 +30,7 @@ TOTALS = ("steps", "selected", "elements", "density", "payload_bytes", "dense_by
 class DensityMonitor(StepMonitor):
     """Shows the density on average, per layer and over time.
 
-    - ``sparse/average_density``: Σ selected / Σ elements of the run so far, logged after every batch, for any logger.
+    - ``sparse/average_density``: Σ selected / Σ elements of the run so far, in every logger.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: a histogram in TensorBoard
       (``sparse/layer_density``), a scalar per layer (``sparse/layer_density/<name>``) in any other logger.
     - One image in TensorBoard, layers × exchanges, of log10 density. Updated at the end of ``fit``, and after an epoch

@@ -19,7 +19,7 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 class ErrorMonitor(StepMonitor):
     """Shows the error norm of residuals after each step and the total error, optionally per layer.
 
-    - ``sparse/total_error``: Σ_t (1/n) Σ_i ‖e_{i,t}‖² of the run so far (gradient units squared), logged every step.
+    - ``sparse/total_error``: Σ_t (1/n) Σ_i ‖e_{i,t}‖² of the run so far (gradient units squared).
       ``sparse/error_norm`` itself is logged by the strategy.
     - Per layer, every ``log_every_n_steps`` of the Trainer, of the newest exchange: ``sparse/layer_error_norm/<name>``
       in every logger.

@@ -22,8 +22,8 @@ class GaussianK(MarkingSparsifier):
 
     Top-k without a sort (Shi, Chu, Cheung and See, *Understanding Top-k sparsification in distributed deep learning*,
     arXiv:1911.08772, Algorithm 1): t = abs(μ) + z σ of the layer's finite p, with z the quantile of 1 − density / 2.
-    Three times, t is halved if less than 2/3 k magnitudes exceed it, or multiplied by 1.5 if more than 4/3 k do. The
-    magnitudes that then exceed t are sent, which may be many times k, or the largest if none does. k is at least 1.
+    Three times, t is halved if less than 2/3 k magnitudes exceed it, or multiplied by 1.5 if more than 4/3 k do. Then
+    all magnitudes above t are sent, perhaps many times k; if there are none, the largest. k is at least 1.
 
     As with Top-k, unsent values have no bound. (The authors' code takes μ with its sign, sends at most k, and never
     sends a layer of equal magnitudes. Here neither sign nor position decides, and every layer sends.)

@@ -40,10 +40,10 @@ class ThresholdRun(NamedTuple):
 class HardThreshold(MarkingSparsifier):
     """Selects every coordinate whose magnitude reaches a threshold λ, and every non-finite one.
 
-    For a fixed sequence of gradients and a given number of sent coordinates, a constant λ with error feedback leaves
-    the smallest total error (Sahu et al., NeurIPS 2021, arXiv:2108.00951, section 4); training may differ. After every
-    step each unsent coordinate is below λ in magnitude. The data decide how many are sent: a step in which all
-    gradients are large sends all of them.
+    Of all ways to send a given number of coordinates of fixed vectors, a constant λ leaves the smallest error (Sahu et
+    al., NeurIPS 2021, arXiv:2108.00951, section 4). In training, the vectors depend on what was sent before. After
+    every step, each unsent coordinate is below λ in magnitude. The number sent varies: if all gradients are large, all
+    are sent.
 
     Give either a threshold or a density. With a density, the first exchange sends everything and measures the mean of
     ‖g‖², from which λ follows (``first_threshold``). λ is then adjusted so that the average density meets the target.
@@ -59,7 +59,7 @@ class HardThreshold(MarkingSparsifier):
             at least about one coordinate per step.
         overshoot: κ, in [0, 1). A sent value is p + κ λ sign(p), so the residual restarts at −κ λ sign(p) instead of 0.
             Residuals stay below λ, and at equal density they lag behind the gradient by (1 − κ) / (1 + κ) times as many
-            steps (docs/concepts/theory.md). 0 is the rule of the paper. For gradients with error feedback only.
+            steps (docs/concepts/theory.md). 0 is the rule of the paper. For gradients only.
 
     Raises:
         ValueError: both threshold and density, a number outside its range, or an option that needs a density.
