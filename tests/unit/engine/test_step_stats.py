@@ -1,15 +1,7 @@
 import pytest
 import torch
 
-from lightning_sparse.exchange.routes.transfer import NUM_SELECTED, Largest
-from lightning_sparse.selection.statistics import SLOTS, Statistic, combined, squared_norm
-
-
-def test_headers_begin_with_the_numbers_that_the_exchange_reads():
-    names = [*SLOTS][:3]
-    assert names == ["selected", "largest_slice", "non_finite"]
-    assert [name.removeprefix("largest_") for name in names] == list(Largest._fields[:3])
-    assert SLOTS["selected"] == NUM_SELECTED
+from lightning_sparse.selection.statistics import Statistic, combined, squared_norm
 
 
 def test_statistics_are_summed_or_averaged_over_workers():

@@ -6,7 +6,6 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_sparse import (
@@ -241,10 +240,3 @@ def test_registering_again_changes_nothing() -> None:
     before = {name: dict(StrategyRegistry[name]) for name in StrategyRegistry}
     register_strategies()
     assert {name: dict(StrategyRegistry[name]) for name in StrategyRegistry} == before
-
-
-@pytest.mark.parametrize("name", ["DDP_HardThreshold", "DDP_HARDTHRESHOLD_FIND_UNUSED_PARAMETERS_TRUE"])
-def test_the_trainer_accepts_the_name_in_any_case(name: str) -> None:
-    trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-    assert type(trainer.strategy) is DDP
-    assert trainer.strategy._ddp_kwargs.get("find_unused_parameters", False) == name.endswith("TRUE")
