@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -119,9 +118,8 @@ class Share:
 class LargestFirst(Sparsifier):
     """Selects by size and in order of size; stores a tensor and an object."""
 
-    def __init__(self, weights: Tensor | None = None, rule: Any = None) -> None:
-        self.weights = torch.ones(2) if weights is None else weights
-        self.rule = rule or Share(0.25)
+    def __init__(self) -> None:
+        self.weights, self.rule = torch.full((3,), 2.0), Share(0.25)
 
     def select(self, compensated: Tensor, layout: LayerLayout) -> Selection:
         indices = compensated.abs().mul(self.weights[0]).topk(self.rule.of(len(compensated))).indices
@@ -145,13 +143,7 @@ ROWS = {
     "float32 in float64 by default, at the threshold": Row(
         partial(in_double, torch.float32), partial(sent_at_the_threshold, False), 0.7
     ),
-    "sparsifier that does not sort": Row(
+    "sparsifier that does not sort, with a tensor and an object": Row(
         loops(usual, bucket_cap_mb=25), every_batch, make_sparsifier=LargestFirst, select=largest
-    ),
-    "sparsifier with a tensor and an object": Row(
-        loops(usual, bucket_cap_mb=25),
-        every_batch,
-        make_sparsifier=partial(LargestFirst, torch.full((3,), 2.0), Share(0.25)),
-        select=largest,
     ),
 }
