@@ -207,10 +207,7 @@ def run(num_workers: int, case: dict[str, Any], max_steps: int, save: Any = None
     return run_workers(function, num_workers, case, max_steps, *savers, process_group=False)
 
 
-OF_THREE = (
-    *("plain", "middle of calibration", "share of each layer", "learning rate"),
-    *("dense", "reduce scatter", "sparse sums", "random k, each its own"),
-)
+OF_THREE = ("plain", "share of each layer", "dense", "reduce scatter", "sparse sums", "random k, each its own")
 
 
 def rows_of_cases() -> list[Any]:
@@ -233,7 +230,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(name: str, num_workers: int, 
     last = straight[0]["steps"][-1]
     assert last["selected"] > 0
     if is_local or "sparsifier" not in case:
-        assert last["squared_error"] > 0 or name == "middle of calibration"
+        assert last["squared_error"] > 0
     assert (straight[0]["scale"] != straight[1]["scale"]) == case.get("overflows", False)
     assert_equal(straight[0]["tensors"].get("anchor"), straight[1]["tensors"].get("anchor"))
     pairs = zip(straight[0]["weights"].values(), straight[1]["weights"].values(), strict=True)
