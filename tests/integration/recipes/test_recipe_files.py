@@ -155,37 +155,6 @@ def test_recipes_have_the_settings_of_the_paper(folder, parsed):
     assert {place: value_at(config, place) for place in PAPER[folder]} == PAPER[folder]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "arguments", "expected"),
-    [
-        (f"{RESNET}/hard_threshold", ["--trainer.strategy=ddp_topk"], {"trainer.strategy": "ddp_topk"}),
-        (
-            f"{RESNET}/dense",
-            ["--data.source=cifar100", "--model.num_classes=100", "--model.architecture=senet18"],
-            {"model.init_args.num_classes": 100, "model.init_args.architecture": "senet18"},
-        ),
-        (
-            f"{NCF}/laptop",
-            ["--trainer.strategy.threshold=0.5", "--data.heterogeneous=true", "--data.root=there"],
-            {
-                "trainer.strategy.init_args.threshold": 0.5,
-                "data.init_args.heterogeneous": True,
-                "data.init_args.root": "there",
-                "data.init_args.dataset": "ml-latest-small",
-            },
-        ),
-        (
-            f"{NCF}/top_k",
-            ["--trainer.strategy.init_args.local_clip_norm=0.4"],
-            {"trainer.strategy.init_args.sparsifier.init_args.density": 0.095},
-        ),
-    ],
-)
-def test_the_command_line_overrides_a_recipe(recipe, arguments, expected, parsed):
-    config = parsed(CONFIGS[recipe], *arguments)
-    assert {place: value_at(config, place) for place in expected} == expected
-
-
 METRICS_OF_ALL = {
     RESNET: ("train/loss", "train/accuracy", "val/loss", "val/accuracy"),
     NCF: ("train/loss", "val/hr10", "val/ndcg10"),

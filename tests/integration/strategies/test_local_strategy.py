@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -415,13 +415,6 @@ def test_a_save_in_validation_is_equal_for_all_workers_after_writes(who_writes: 
 
 
 # Rejected options.
-
-
-@on_workers(2, process_group=False)
-def test_pruning_raises_because_it_renames_parameters() -> None:
-    pruning = ModelPruning("l1_unstructured", amount=0.3)
-    with pytest.raises(RuntimeError, match="was replaced, renamed or removed"):
-        local_trainer(pruning, max_steps=-1, max_epochs=2).fit(Classifier(), data())
 
 
 class WithShardedOptimizer(Classifier):
