@@ -100,19 +100,6 @@ def test_several_optimizers_and_manual_optimization() -> None:
     assert_equal(*of_all_workers(clones(model.named_parameters())))
 
 
-@on_workers(2, process_group=False)
-def test_each_worker_clips_its_own_gradient() -> None:
-    norms = []
-
-    def note(trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        norms.append(float(torch.stack([weight.grad.norm() for weight in pl_module.parameters()]).norm()))
-
-    local_trainer(LambdaCallback(on_train_batch_end=note), max_steps=4, gradient_clip_val=0.05).fit(
-        WithAdam(), ResumableData(1000)
-    )
-    assert norms == pytest.approx([0.05] * 4, rel=1e-3)
-
-
 # Validation, logs and checkpoints.
 
 
