@@ -124,6 +124,18 @@ def test_a_small_model_has_one_bucket(num_elements: int, bucket_cap_mb: float | 
     assert len(strategy.state.snapshot().numbers["layout"]) == expected
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@on_workers(2, process_group=False)
+def test_threshold_zero_equals_stock_ddp_in_every_precision(precision: str) -> None:
+    options = {"precision": precision, "max_steps": 5}
+    sparse = train(Classifier(nesterov), {"threshold": 0.0}, **options)
+    dense = train(Classifier(nesterov), DDPStrategy(bucket_cap_mb=SMALL_BUCKETS_MB), **options)
+    assert (sparse["comm_hooks"], dense["comm_hooks"]) == (["sparse_hook"], [None])
+    # For bfloat16 gradients, stock DDP adds in bfloat16 and the sparse exchange in float32.
+    tolerance = 0.03 if precision == "bf16-true" else 1e-6
+    torch.testing.assert_close(sparse["weights"], dense["weights"], rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="no EMAWeightAveraging in this Lightning")
 @on_workers(2, process_group=False)
 def test_a_moving_average_of_weights_equals_that_of_stock_ddp() -> None:
