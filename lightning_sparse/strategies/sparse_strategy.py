@@ -41,8 +41,9 @@ class SparseStrategy(TakesOptions):
 
     Args:
         sparsifier: selects coordinates, such as ``HardThreshold(density=0.01)`` or ``TopK(density=0.01)``.
-        worker_state: state of the workers in checkpoints. ``"full"``: every worker's residual, n times the size of the model, or every worker's weights and optimizers. A resume then equals an uninterrupted run. ``"small"``: the size
-            of one worker's state. ``ddp_*`` saves the mean residual, which keeps the pending update (1/n) Σ e_i.
+        worker_state: state of the workers in checkpoints. ``"full"``: every worker's residual, n times the size of the
+            model, or every worker's weights and optimizers. A resume then equals an uninterrupted run. ``"small"``: the
+            size of one worker's state. ``ddp_*`` saves the mean residual, which keeps the pending update (1/n) Σ e_i.
             ``hsdp_*`` saves no residuals. ``local_*`` saves the mean weights, the anchor and the optimizers of rank 0.
             ``local_hsdp_*`` with ``keep_drift=False`` also saves every unsent drift.
         **kwargs: arguments of Lightning's strategy.
