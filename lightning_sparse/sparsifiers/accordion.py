@@ -17,10 +17,9 @@ class Accordion(MarkingSparsifier):
     Agarwal et al., *ACCORDION: adaptive gradient communication via critical learning regime identification* (MLSys
     2021), by the rule of its public code: a layer's norm is that of its gradients summed over an epoch. After epoch 0,
     ``interval``, 2 · ``interval``, … it is compared with the norm at the last comparison. An epoch without an exchange
-    postpones a comparison to the next epoch. Until the next comparison, the layer is
-    critical if this was its first comparison, if the older norm is zero, or if the norms differ by at least
-    ``relative_change`` of the older norm. All layers
-    are critical if an epoch begins with a lower learning rate than the epoch before.
+    postpones a comparison to the next epoch. Until the next comparison, the layer is critical if this was its first
+    comparison, if the older norm is zero, or if the norms differ by at least ``relative_change`` of the older norm. All
+    layers are critical if an epoch begins with a lower learning rate than the epoch before.
 
     Unlike the public code, this takes the norm of the averages, which are the same bits on all workers, and not of rank
     0's gradients: nothing is broadcast. It also treats layers of one dimension like others, and does not send them

@@ -93,7 +93,7 @@ def concatenate(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffer
     if is_available(out.device):
         decode(payload_format, rows, out, None, len(rows))
         return
-    for row, part in zip(rows.unbind(), out.split(payload_format.num_elements), strict=False):
+    for row, part in zip(rows.unbind(), torch.split(out, payload_format.num_elements), strict=False):
         average(payload_format, [row], part, buffers)  # of a single payload: its values
 
 
