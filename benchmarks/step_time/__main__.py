@@ -15,6 +15,9 @@ without a rate limit, after a message. With more hosts than cores, workers share
     floor                 DDP's no_sync: a step without any exchange
     ddp_idle              DDP with an empty hook: its copies and its broadcast of buffers
     ddp_message           DDP with a hook that only exchanges a message of 8 bytes
+    ddp_pass              like ddp_message, and a pass of the compiled function over gradient and residual: the least
+                          that a hard threshold on a CPU costs
+    ddp_hook              DDP with torch's allreduce_hook: the least that a hook which sends everything costs
     ddp_fp32, ddp_bf16    DDP, and DDP with torch's bf16_compress_hook
     powersgd_4            torch's PowerSGD hook of rank 4. It chains collectives in callbacks, which can crash Gloo, so
                           it runs in separate processes with a separate floor
@@ -48,6 +51,7 @@ from benchmarks.step_time.hosts import UNSHAPED, Hosts
 RATES = ["200mbit", "1gbit", "10gbit", UNSHAPED]
 MODELS = ["resnet18", "lstm", "neumf", "neumf_small", "gpt"]
 FLOOR, POWER_SGD = "floor", "powersgd_4"
+LIMITS = ["ddp_message", "ddp_pass", "ddp_hook"]
 HARD_THRESHOLDS = ["hard_threshold_0.01", "hard_threshold_0.001", "hard_threshold_0.0001", "hard_threshold_1"]
 DRIFTS = ["drift_0.01", "drift_0.02_float8", "drift_0.001", "drift_0.001_every_8"]
 METHODS = [FLOOR, "ddp_idle", "ddp_fp32", "ddp_bf16", POWER_SGD, "top_k_0.001", *HARD_THRESHOLDS, *DRIFTS]
@@ -138,15 +142,14 @@ def parse() -> argparse.Namespace:
     pattern = "|".join(
         [
             *METHODS[:5],
-            "ddp_message",
+            *LIMITS,
             r"(top_k|hard_threshold|overshoot)_\d+(\.\d+)?",
             r"drift_\d+(\.\d+)?(_every_\d+)?(_float8)?",
         ]
     )
     if unknown := {method for method in options.methods if not re.fullmatch(pattern, method)}:
-        parser.error(
-            f"Unknown methods {sorted(unknown)}. Must be some of {', '.join(METHODS)}, ddp_message, overshoot_0.001."
-        )
+        known = ", ".join([*METHODS, *LIMITS, "overshoot_0.001"])
+        parser.error(f"Unknown methods {sorted(unknown)}. Must be some of {known}.")
     if FLOOR not in options.methods:
         options.methods.insert(0, FLOOR)
     if options.output is None:

@@ -4,13 +4,13 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +24,9 @@ from lightning_sparse import (
     StepStats,
     register_comm_hook,
 )
+from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
 from lightning_sparse.exchange.workers import Workers
+from lightning_sparse.kernels.native import Step, pointer, take_out
 from lightning_sparse.strategies.ddp import SINGLE_BUCKET_BYTES
 
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; PowerSGD starts with the third
@@ -59,6 +61,10 @@ class Training:
         elif method == "ddp_message":
             workers = Workers(None, dist.get_rank(), dist.get_world_size())
             self.module.register_comm_hook(workers, message_hook)
+        elif method == "ddp_pass":
+            self.module.register_comm_hook({}, pass_hook)
+        elif method == "ddp_hook":
+            self.module.register_comm_hook(None, allreduce_hook)
         elif method == "ddp_bf16":
             self.module.register_comm_hook(None, bf16_compress_hook)
         elif method == "powersgd_4":
@@ -199,6 +205,19 @@ def message_hook(workers: Workers, bucket: dist.GradBucket) -> torch.futures.Fut
         part = torch.zeros(8, dtype=torch.uint8, device=bucket.buffer().device)
         workers.all_gather(part.new_empty(8 * workers.num_workers), part).wait()
     return empty_hook(None, bucket)
+
+
+def pass_hook(residuals: dict[int, Tensor], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Pass once over gradient and residual, as a threshold that nothing reaches, and exchange 8 bytes at the end."""
+    gradient = bucket.buffer()
+    if residuals.get(bucket.index(), gradient[:0]).numel() != gradient.numel():
+        residuals[bucket.index()] = torch.zeros_like(gradient)
+    residual = pointer(residuals[bucket.index()])
+    ends = torch.empty(-(-gradient.numel() // BLOCK_ELEMENTS), dtype=torch.int32)
+    step = Step(before=residual, after=residual, gradient=pointer(gradient), ends=pointer(ends), clears=True)
+    step.scale = step.divisor = step.loss_scale = 1.0
+    take_out(step, inf, 0, gradient.numel())
+    return message_hook(Workers(None, dist.get_rank(), dist.get_world_size()), bucket)
 
 
 def set_threshold(state: DDPGradientAverager | SparseModelAverager, threshold: float) -> None:
