@@ -26,7 +26,7 @@ from lightning_sparse import (
 )
 from lightning_sparse.exchange.payload import BLOCK_ELEMENTS
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.kernels.native import Step, pointer, take_out
+from lightning_sparse.kernels.native import Task, pointer, take_out
 from lightning_sparse.strategies.ddp import SINGLE_BUCKET_BYTES
 
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; PowerSGD starts with the third
@@ -214,9 +214,9 @@ def pass_hook(residuals: dict[int, Tensor], bucket: dist.GradBucket) -> torch.fu
         residuals[bucket.index()] = torch.zeros_like(gradient)
     residual = pointer(residuals[bucket.index()])
     ends = torch.empty(-(-gradient.numel() // BLOCK_ELEMENTS), dtype=torch.int32)
-    step = Step(before=residual, after=residual, gradient=pointer(gradient), ends=pointer(ends), clears=True)
-    step.scale = step.divisor = step.loss_scale = 1.0
-    take_out(step, inf, 0, gradient.numel())
+    task = Task(before=residual, after=residual, gradient=pointer(gradient), ends=pointer(ends), clears=True)
+    task.scale = task.divisor = task.loss_scale = 1.0
+    take_out(task, inf, 0, gradient.numel())
     return message_hook(Workers(None, dist.get_rank(), dist.get_world_size()), bucket)
 
 

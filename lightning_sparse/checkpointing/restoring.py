@@ -14,7 +14,7 @@ from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, o
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
 from lightning_sparse.engine.snapshot import Snapshot, Tensors
-from lightning_sparse.exchange.sharded_tensors import like_parameter, own_part, read_folder, shapes_in_folder
+from lightning_sparse.exchange.sharded_tensors import own_part, read_folder, shapes_in_folder, sharded_like
 
 LONGEST_LIST = 200
 """Characters of the names of parameters in a message."""
@@ -173,7 +173,7 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
         if name in shapes and shapes[name].numel() == real_numel(parameter):
             held = as_real(local(parameter))
             dtype = held.dtype if kind == "weights" else kept_dtype(parameter)
-            parts[name] = like_parameter(parameter, torch.empty(held.numel(), dtype=dtype, device=held.device))
+            parts[name] = sharded_like(torch.empty(held.numel(), dtype=dtype, device=held.device), parameter)
     source.read(worker, kind, parts)
     return {name: local(part).flatten() for name, part in parts.items()}
 

@@ -24,9 +24,9 @@ from lightning_sparse.checkpointing.content import (
 )
 from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.snapshot import Tensors, copied, has_values
+from lightning_sparse.engine.snapshot import Tensors, copied
 from lightning_sparse.exchange.save_barrier import patience_of
-from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter, write_folder
+from lightning_sparse.exchange.sharded_tensors import full_tensors, sharded_like, write_folder
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.ddp_averager import DDPGradientAverager
 from lightning_sparse.gradients.shard_averager import ShardGradientAverager
@@ -107,9 +107,9 @@ def kinds_of(averager: Averager, worker_state: WorkerState) -> tuple[str, ...]:
     """Return the kinds of a worker's tensors that a checkpoint contains."""
     if worker_state == "full" and averager.kind == "drifts":
         return "weights", "unsent"
-    averages_parts = not isinstance(averager, ShardGradientAverager)  # parts of shards are not averaged
-    is_kept = worker_state == "full" or averages_parts
-    return ("unsent",) if averager.has_own_state and is_kept else ()
+    if worker_state == "small" and isinstance(averager, ShardGradientAverager):  # whose residuals are not averaged
+        return ()
+    return ("unsent",) if averager.may_have_unsent else ()
 
 
 def collect(
@@ -144,17 +144,18 @@ def collect(
     snapshot = averager.snapshot(workers if kinds else None)
     content |= {"numbers": snapshot.numbers, "histories": replica.gather_objects_to_first(snapshot.history)}
     if not kinds:
-        if why_not is None and averager.has_own_state:
-            content["why_incomplete"] = f"{worker_state=}"  # residuals of shards have no mean
+        if why_not is None and averager.may_have_unsent:
+            content["why_incomplete"] = f"{worker_state=}"  # saves do not average residuals of shards
         return content
     kept = {kind: held for kind, held in snapshot.own.items() if kind in kinds}
     extras = {**snapshot.extra, **(extra or {})} if worker_state == "full" else {}
-    of_workers = workers.gather_objects_to_first((has_values(kept.get("unsent", {})), copied(extras)))
+    has_unsent = any(bool(tensor.any()) for tensor in kept.get("unsent", {}).values())
+    of_workers = workers.gather_objects_to_first((has_unsent, copied(extras)))
     if workers.rank == 0:
         of_ranks = replica.gather_objects_to_first(of_workers)
-        content["has_unsent"] = any(has_unsent for of_rank in of_ranks for has_unsent, _ in of_rank)
+        content["has_unsent"] = any(has_any for of_rank in of_ranks for has_any, _ in of_rank)
         content["extras"] = [[of_worker for _, of_worker in of_rank] for of_rank in of_ranks]
-    shared, own = _like_parameters(averager, snapshot.shared), _like_parameters(averager, kept)
+    shared, own = _sharded(averager, snapshot.shared), _sharded(averager, kept)
     own |= {OPTIMIZERS: optimizers} if optimizers else {}
     if folder is not None:
         content["shared"] = {kind: {} for kind in shared}
@@ -172,11 +173,11 @@ def collect(
     return content
 
 
-def _like_parameters(averager: Averager, tensors: Tensors) -> dict[str, Any]:
+def _sharded(averager: Averager, tensors: Tensors) -> dict[str, Any]:
     """Return flat parts as tensors that are sharded like their parameters."""
     parameters = averager.parameters
     return {
-        kind: {name: like_parameter(parameters.get(name, flat), flat) for name, flat in of_kind.items()}
+        kind: {name: sharded_like(flat, parameters.get(name, flat)) for name, flat in of_kind.items()}
         for kind, of_kind in tensors.items()
     }
 

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_sparse.drift.drift_exchange import DriftExchange, trained_parameters
-from lightning_sparse.drift.observed_steps import LOST_STEP, ObservedSteps
 from lightning_sparse.drift.shared_weights import SharedWeights
+from lightning_sparse.drift.step_observer import LOST_STEP, DriftStepObserver
 from lightning_sparse.drift.untrained_tensors import named_tensors
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
@@ -77,7 +77,7 @@ class SparseModelAverager(Averager):
     Attributes:
         replica: the ranks that hold this rank's replica.
         num_steps: the number of calls of `step`.
-        observed_steps: the steps of optimizers on the module's parameters.
+        step_observer: observes optimizer steps on the module's parameters.
         device: the device of the module's first parameter.
         own_group: the process group in which drifts are exchanged.
         exchange: holds the anchors and exchanges drifts.
@@ -92,7 +92,7 @@ class SparseModelAverager(Averager):
     """
 
     kind = "drifts"
-    observed_steps: ObservedSteps
+    step_observer: DriftStepObserver
     _advice_for_others = "begin with the mean of all files' weights"
 
     def __init__(
@@ -147,7 +147,7 @@ class SparseModelAverager(Averager):
         self._parameters = self.exchange.anchored  # later also unfrozen ones
         self.shared = SharedWeights(module, self.exchange, self.workers)
         self.num_steps = 0
-        self.observed_steps = ObservedSteps(module.parameters(), self.shared)
+        self.step_observer = DriftStepObserver(module.parameters(), self.shared)
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -163,7 +163,7 @@ class SparseModelAverager(Averager):
         self.exchange.why_closed = (
             "The averager was closed, so later drifts would not be exchanged. Make a new averager."
         )
-        self.observed_steps.close()
+        self.step_observer.close()
         self.save_barrier.close()
         self.own_group.close()
 
@@ -184,7 +184,7 @@ class SparseModelAverager(Averager):
             raise RuntimeError(LOST_STEP)
         if self.is_exchanging:
             raise RuntimeError("An exception interrupted an exchange of drifts. Call load_state_dict() or reset().")
-        self.observed_steps.averager_stepped()
+        self.step_observer.averager_stepped()
         self.num_steps += 1
         if self.num_steps % self.options.every_n_steps == 0:
             self.is_exchanging = True

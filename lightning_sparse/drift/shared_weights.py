@@ -117,8 +117,8 @@ class SharedWeights:
     def replaced(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Set the module's tensors inside the context, even during a backward.
 
-        A signal may request a checkpoint then. A backward fails if weights were written to, so only shards are, which
-        it does not need.
+        A signal may request a checkpoint then. A backward fails if weights were written to, so only shards, which it
+        does not need, are.
         """
         named = named_tensors(self._module)
         shards = {name: local(named[name]).clone() for name in tensors if isinstance(named[name], DTensor)}

@@ -37,17 +37,17 @@ class Averager:
         epoch: the epoch of the last ``begin_epoch``; None if unknown.
         replica: the ranks among which a model is sharded; only this rank if it is not sharded.
         place: this rank and the number of ranks, as ``state_dict`` saves them.
-        observed_steps: the steps of optimizers on these parameters; None for DDP's buckets and simulated workers.
+        step_observer: observes optimizer steps on these parameters; None for DDP's buckets and simulated workers.
     """
 
     kind: ClassVar[str]
     residuals: ResidualMemory
     is_exchanging = False
-    has_own_state = True
+    may_have_unsent = True
     """Whether any worker can have unsent values; the same on all workers."""
     epoch: int | None = None
     replica = Workers(None, 0, 1)
-    observed_steps: ParameterStepObserver | None = None
+    step_observer: ParameterStepObserver | None = None
     _advice_for_others = "begin without it"
     _parameters: Mapping[str, Tensor]
     _committed_numbers: Mapping[str, Any] | None = None

@@ -97,8 +97,8 @@ class DensityControl:
         """Return λ for the next step.
 
         λ does not change if nothing was sent and the residual has not changed: the layer was not used, or the learning
-        rate of a drift is 0. λ also does not change if too little was sent, and all nonzero values were sent or are
-        too large for float8. A smaller λ would then not send more, and the controller does not compensate for the step.
+        rate of a drift is 0. λ also stays if too little was sent although all nonzero values were sent, or are too
+        large for float8. A smaller λ would then not send more, and the controller does not compensate for the step.
 
         Args:
             threshold: λ of this step.

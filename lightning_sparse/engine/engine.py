@@ -60,6 +60,9 @@ class Engine:
         workers: the workers that exchange values.
         exchange: routes payloads between the workers.
         calibrator: sets λ.
+        given_calibrator: sets λ of the given sparsifier, which checkpoints hold; the same object, except for a group of
+            one worker.
+        per_layer_stats: whether headers hold the statistics of every layer.
         last_step: the statistics of the last step, None before the first.
         wait_seconds: the duration of ``finish`` in the last step on this worker. On a GPU, ``finish`` waits for queued
             backward work and all headers, not for the averages.
@@ -139,9 +142,9 @@ class Engine:
             bucket.average,
             is_last=bucket.is_last,
             is_full=is_full,
-            by_senders=self.options.averages_senders and not sends_all,
+            by_senders=getattr(self.options, "average_over", "workers") == "senders" and not sends_all,
         )
-        if not (self.workers.needs_averages or self.sparsifier.needs_averages):
+        if not (self.workers.reads_averages or self.sparsifier.needs_averages):
             transfer.take_payloads = lambda *_: None  # nobody reads this worker's average
         header = self._extraction.fill(bucket, transfer, measures_gradient=self.calibrator.is_running)
         if bucket.notes is not None:

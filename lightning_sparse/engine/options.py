@@ -47,8 +47,6 @@ class ExchangeOptions:
     value_dtype: ValueDtype = "float32"
     exchange: ExchangeMode = "auto"
     link_gbit_s: float | None = None
-    averages_senders: ClassVar[bool] = False
-    """Whether the average of a coordinate is over the workers that sent it, instead of all."""
     why_no_overshoot: ClassVar[str | None] = None
     """The reason why sent values must not exceed the residual, None if they may."""
     why_no_sparse_sums: ClassVar[str | None] = None
@@ -148,11 +146,6 @@ class DriftOptions(ExchangeOptions):
                 f"Invalid outer_optimizer={self.outer_optimizer!r}. Must be a function of parameters, such as "
                 "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
-
-    @property
-    def averages_senders(self) -> bool:  # type: ignore[override]
-        """Whether the average of a coordinate is over the workers that sent it, instead of all."""
-        return self.average_over == "senders"
 
 
 def settings_of(sparsifier: Sparsifier, options: ExchangeOptions, per_layer_stats: bool) -> dict[str, Any]:

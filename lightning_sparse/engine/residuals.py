@@ -47,7 +47,7 @@ class ResidualMemory:
         self._places: dict[str, tuple[_ResidualPair, int, int]] = {}
         self._loaded: dict[str, Tensor] = {}
 
-    def bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
+    def begin_bucket(self, index: int, layout: LayerLayout, gradient: Tensor) -> Residual:
         """Begin a bucket's backward and return its residual, tensors of shape (layout.num_elements,).
 
         The caller writes e' into ``after``, and ``keep`` makes it pending. New parameters have residuals of zeros. The

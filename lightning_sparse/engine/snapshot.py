@@ -47,8 +47,3 @@ def not_plain(tree: Any) -> str | None:
         entries = [*tree, *tree.values()] if isinstance(tree, Mapping) else tree
         return next(filter(None, map(not_plain, entries)), None)
     return f"values of type {type(tree).__module__}.{type(tree).__qualname__}"
-
-
-def has_values(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether any value is not zero."""
-    return any(bool(tensor.any()) for tensor in tensors.values())

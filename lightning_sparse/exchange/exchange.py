@@ -1,11 +1,13 @@
 """The exchange of a complete step: chooses each bucket's route and issues collectives in order.
 
-DDP calls the communication hook once per bucket, in the same order on all workers. From the hook's body, in that order:
+The engine passes buckets in the same order on all workers. For each bucket:
 
 1. ``new_transfer``  chooses the bucket's route by the headers of the last step, the same on all workers
-2. ``start``         issues its first collective; the exchange of early buckets overlaps with backward
-3. ``finish``        in the hook of the last bucket: reads all headers, which waits for the device;
-                     issues further rounds, in order; writes all averages
+2. ``start``         issues its first collective; with DDP, the exchange of early buckets overlaps with backward
+
+and after the last bucket:
+
+3. ``finish``        reads all headers, which waits for the device; issues further rounds, in order; writes all averages
 
 If the last bucket is gathered, its payload carries the headers of all buckets. If not, a small gather of the headers
 follows.

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from threading import Barrier, BrokenBarrierError, Lock
 from typing import Any
 
@@ -108,9 +107,5 @@ class _ThreadWorker(Workers):
         return tensor.device.type == "cpu"
 
     @property
-    def needs_averages(self) -> bool:  # type: ignore[override]
+    def reads_averages(self) -> bool:  # type: ignore[override]
         return self.rank == 0
-
-    @cached_property
-    def _backends(self) -> str:
-        return "threads"

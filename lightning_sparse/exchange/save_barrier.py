@@ -6,8 +6,8 @@ receive the message of a step. So workers wait for each other through the store 
 
     worker k                                         rank 0
     writes its status and its arrival         ──▶    polls until all workers have arrived or patience ends
-    waits for the verdict, or leaves                 takes each worker that has not left, which then may not leave
-    reads the verdict                         ◀──    all taken, with the same status: go; else: the reason
+    waits for the verdict, or leaves                 claims each worker that has not left; claimed ones stay
+    reads the verdict                         ◀──    all claimed, with the same status: go; else: the reason
 
 Keys contain the set-up, the worker and the number of its attempt, so that no worker reads keys of a failed attempt.
 """
@@ -33,7 +33,7 @@ from lightning_sparse.exchange.groups import end_group, new_workers
 from lightning_sparse.exchange.workers import Workers
 
 PATIENCE = 300.0
-"""Seconds that a worker waits until all others save. Validation may delay a worker that long."""
+"""Seconds that rank 0 waits until all others save, and these at most twice. Validation may delay a worker that long."""
 SHORT_PATIENCE = 15.0
 """Seconds to wait while an exception or a signal is handled: others may never save, and the job is killed soon."""
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class SaveBarrier:
             raise
         if not has_come and self._store.add(f"{attempt}/end", 1) == 1:
             return f"rank 0 did not reach the save, or waited for other ranks, within {patience:g} s"
-        if not _wait_until(has_verdict, max(patience, SHORT_PATIENCE)):  # rank 0 took this worker just now
+        if not _wait_until(has_verdict, max(patience, SHORT_PATIENCE)):  # rank 0 claimed this worker just now
             return "rank 0 reached the save and left"
         verdict: str | None
         verdict, self._generation = json.loads(self._store.get(f"{attempt}/verdict"))
@@ -159,18 +159,18 @@ class SaveBarrier:
         finally:
             self._store.set("rank 0 waits", "False")
         ended = {rank: self._store.add(f"{attempt}/end", 1) for rank, (attempt, _) in arrived.items()}
-        taken = {rank: status for rank, (_, status) in arrived.items() if ended[rank] == 1}
+        claimed = {rank: status for rank, (_, status) in arrived.items() if ended[rank] == 1}
         reason = None
-        if len(taken) == len(others):
-            rank = next((rank for rank in others if taken[rank] != status), None)
+        if len(claimed) == len(others):
+            rank = next((rank for rank in others if claimed[rank] != status), None)
             if rank is not None:
-                reason = f"workers are at different points: rank 0 at {status}, rank {rank} at {taken[rank]}"
+                reason = f"workers are at different points: rank 0 at {status}, rank {rank} at {claimed[rank]}"
         else:
-            absent = [str(rank) for rank in others if rank not in taken]
+            absent = [str(rank) for rank in others if rank not in claimed]
             names = ", ".join(absent[:8]) + ", …" * (len(absent) > 8)
             when = "left the save" if has_all else f"did not reach the save within {patience:g} s"
             reason = f"rank{'s' * (len(absent) > 1)} {names} {when}"
-        for rank in taken:
+        for rank in claimed:
             self._store.set(f"{arrived[rank][0]}/verdict", json.dumps([reason, self._generation]))
         return reason
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_sparse.exchange.workers import as_real
 
 
-def like_parameter(parameter: Tensor, flat: Tensor) -> Tensor:
+def sharded_like(flat: Tensor, parameter: Tensor) -> Tensor:
     """Return a flat local part as a DTensor sharded like the parameter.
 
     The part has the order of the shard's indices, with two numbers per complex element, which become a last dimension.

@@ -103,7 +103,7 @@ class Workers:
     group: dist.ProcessGroup | None
     rank: int
     num_workers: int
-    needs_averages: ClassVar[bool] = True
+    reads_averages: ClassVar[bool] = True
     """Whether this worker reads averages of payloads; simulated workers read those of rank 0."""
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:

@@ -45,18 +45,6 @@ def register_comm_hook(
     options = checked(options, GradientOptions)
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"Invalid {grad_scaler=}. Must be a torch.amp.GradScaler, or None if losses are not scaled.")
-    return attach(ddp_module, sparsifier, options, grad_scaler=grad_scaler, per_layer_stats=per_layer_stats)
-
-
-def attach(
-    ddp_module: torch.nn.Module,
-    sparsifier: Sparsifier,
-    options: GradientOptions,
-    *,
-    grad_scaler: torch.amp.GradScaler | None,
-    per_layer_stats: bool,
-) -> DDPGradientAverager:
-    """Register ``sparse_hook`` with a new state."""
     ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(

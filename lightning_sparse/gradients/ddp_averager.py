@@ -113,7 +113,7 @@ class DDPGradientAverager(Averager):
         self.pending_gradients.commit_all()
 
     @property
-    def has_own_state(self) -> bool:  # type: ignore[override]
+    def may_have_unsent(self) -> bool:  # type: ignore[override]
         """Whether any residual can be nonzero on any worker; false within the first step."""
         return self.pending_gradients.progress > 0 or self.residuals.was_loaded or not self.is_consistent
 
@@ -180,7 +180,7 @@ class DDPGradientAverager(Averager):
         if self._bucket_names and self._bucket_names[bucket.index : bucket.index + 1] != [layout.names]:
             self._engine.exchange.buffers.forget()  # buckets have other sizes
         self._is_moving = True  # a signal may save a checkpoint while residuals are copied to a new layout
-        bucket.residual = self.residuals.bucket(bucket.index, layout, gradient)
+        bucket.residual = self.residuals.begin_bucket(bucket.index, layout, gradient)
         self._is_moving = False
         unused = self._use.set_aside(layout, gradient)
         self._unused.update(unused)

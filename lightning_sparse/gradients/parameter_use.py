@@ -79,9 +79,9 @@ class ParameterUse:
         return marks
 
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
-        """Return names of parameters that any worker used, and a subset.
+        """Return names of parameters that any worker used, and of those with old gradients.
 
-        Parameters in the subset have a nonzero old gradient on a worker that did not use them. The notes of a bucket
+        The latter have a nonzero old gradient on a worker that did not use them. The notes of a bucket
         are all workers' ``marks``, on the CPU: shape (n, 2 L).
         """
         if not self.allows_unused:

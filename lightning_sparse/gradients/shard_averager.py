@@ -30,7 +30,7 @@ from lightning_sparse.engine.warmup import warm_up_steps
 from lightning_sparse.exchange.buffers import numbers_on_device
 from lightning_sparse.exchange.groups import OwnGroup
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients.averaged_steps import AveragedStepObserver
+from lightning_sparse.gradients.step_observer import GradientStepObserver
 from lightning_sparse.selection.bucket import FlatBucket
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
@@ -65,7 +65,7 @@ class ShardGradientAverager(Averager):
         replica: the ranks that hold this rank's replica.
         device: the device of this rank.
         own_group: the process group in which gradients are exchanged.
-        observed_steps: the steps of optimizers on these parameters.
+        step_observer: observes optimizer steps on these parameters.
 
     Raises:
         TypeError: the sparsifier, the options or the mesh have a wrong type.
@@ -75,7 +75,7 @@ class ShardGradientAverager(Averager):
     """
 
     kind = "gradients"
-    observed_steps: AveragedStepObserver
+    step_observer: GradientStepObserver
     _advice_for_others = "begin with residuals of zero"
 
     def __init__(
@@ -102,7 +102,7 @@ class ShardGradientAverager(Averager):
         self._is_closed = False
         self.place = sharding.place
         self._parameters = named
-        self.observed_steps = AveragedStepObserver(module, named.values())
+        self.step_observer = GradientStepObserver(module, named.values())
         self._buckets: list[ParameterBucket] = []
         self._taken: set[str] = set()
         self.residuals = ResidualMemory(in_place=True)
@@ -112,7 +112,7 @@ class ShardGradientAverager(Averager):
     def close(self) -> None:
         """Destroy the process groups of this exchange, except those that other exchanges share."""
         self._is_closed = True
-        self.observed_steps.close()
+        self.step_observer.close()
         self.own_group.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -133,7 +133,7 @@ class ShardGradientAverager(Averager):
         if self._is_closed:
             raise RuntimeError("The exchange was closed, so gradients would differ between replicas. Make a new one.")
         if all(parameter.grad is None for parameter in self._parameters.values()):
-            self.observed_steps.require_exchanged()
+            self.step_observer.require_exchanged()
         chosen = set(map(id, self._parameters.values() if parameters is None else parameters))
         self.is_exchanging = True
         self._bucket_new()
@@ -153,7 +153,7 @@ class ShardGradientAverager(Averager):
         exchanged = self._engine.add_all(filled())
         notes = self._engine.finish()
         for bucket, flat, marks in zip(self._buckets, exchanged, notes, strict=True):
-            self.observed_steps.averaged(_write_gradients(bucket, flat.average, marks.any(0).tolist()))
+            self.step_observer.averaged(_write_gradients(bucket, flat.average, marks.any(0).tolist()))
         self._engine.end_step()
         self.is_exchanging = False
 
@@ -173,7 +173,7 @@ class ShardGradientAverager(Averager):
     def snapshot(self, workers: Workers | None = None) -> Snapshot:
         """Return this rank's state, with residuals of all bucketed parameters. Not collective."""
         for bucket in self._buckets:
-            self.residuals.bucket(bucket.index, bucket.layout, local(bucket.parameters[0]))  # new ones are zero
+            self.residuals.begin_bucket(bucket.index, bucket.layout, local(bucket.parameters[0]))  # new ones are zero
         return super().snapshot(workers)
 
 
@@ -182,7 +182,7 @@ def _bucket_of_copies(
 ) -> FlatBucket:
     """Return a bucket with copies of the gradients of this rank's shards; leaves other parameters out."""
     first = local(bucket.parameters[0])
-    residual = residuals.bucket(bucket.index, bucket.layout, first)
+    residual = residuals.begin_bucket(bucket.index, bucket.layout, first)
     flat = torch.empty(bucket.layout.num_elements, dtype=first.dtype.to_real(), device=first.device)
     parts = dict(zip(bucket.layout.names, bucket.shaped_parts(flat), strict=True))
     if gradients:

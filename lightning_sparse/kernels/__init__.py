@@ -1,1 +1,1 @@
-"""Kernels in Triton and C. Tensor operations that give the same bits exist for each of them."""
+"""Kernels in Triton and C. Tensor operations replace each of them, with the same bits except in drifts."""

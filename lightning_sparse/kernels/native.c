@@ -18,7 +18,7 @@
 
 enum wire { WIRE_FLOAT32, WIRE_BFLOAT16, WIRE_FLOAT8, WIRE_INT8 }; /* int8: for average only */
 
-/* A step of the hard threshold on one bucket: of gradients, p = e + g / S; of drifts, p = x - w, and e' is kept in the
+/* The work of the hard threshold on one bucket: of gradients, p = e + g / S; of drifts, p = x - w, and e' is kept in the
    weights: w = x - e'. */
 typedef struct {
     const float *before;    /* e, or the anchor x. NULL: zeros */
@@ -44,7 +44,7 @@ typedef struct {
     float scale;            /* a value is its number on the wire times this power of two */
     int32_t wire;
     int32_t clears;         /* whether to leave zeros in the gradient */
-} step_t;
+} task_t;
 
 /* Returns the code of the nearest e4m3 to a finite p, half to even, without the sign, at most 448. */
 INLINE uint32_t nearest_float8(float p) {
@@ -117,20 +117,20 @@ INLINE float sent_and_kept(float p, float excess, int32_t wire, float scale, flo
     return sent;
 }
 
-INLINE float *weights_at(const step_t *step, int64_t place) { return step->weights + (place - step->weights_start); }
+INLINE float *weights_at(const task_t *task, int64_t place) { return task->weights + (place - task->weights_start); }
 
 /* Forms p of `count` elements, and 0 for the rest of the group. Updates `largest`. Returns whether all |p| are below
    the threshold. */
-INLINE int form(step_t *step, int64_t begin, int64_t count, float threshold, float *p) {
+INLINE int form(task_t *task, int64_t begin, int64_t count, float threshold, float *p) {
     static const float zeros[GROUP];
-    const float *before = step->before ? step->before + begin : zeros, scale = step->loss_scale;
+    const float *before = task->before ? task->before + begin : zeros, scale = task->loss_scale;
     uint32_t bits[GROUP], of_group = 0, so_far, least;
     if (count < GROUP) memset(p, 0, GROUP * sizeof *p);
-    if (step->weights) {
-        const float *weights = weights_at(step, begin);
+    if (task->weights) {
+        const float *weights = weights_at(task, begin);
         for (int64_t j = 0; j < count; j++) p[j] = before[j] - weights[j];
     } else {
-        const float *gradient = step->gradient + begin;
+        const float *gradient = task->gradient + begin;
         if (scale == 1.0f)
             for (int64_t j = 0; j < count; j++) p[j] = before[j] + gradient[j];
         else
@@ -139,9 +139,9 @@ INLINE int form(step_t *step, int64_t begin, int64_t count, float threshold, flo
     /* Magnitudes have the order of their bits, with NaN above infinity. */
     memcpy(bits, p, sizeof bits);
     memcpy(&least, &threshold, sizeof least);
-    memcpy(&so_far, &step->largest, sizeof so_far);
+    memcpy(&so_far, &task->largest, sizeof so_far);
     for (int j = 0; j < GROUP; j++) of_group = (bits[j] & 0x7FFFFFFF) > of_group ? bits[j] & 0x7FFFFFFF : of_group;
-    if (of_group > so_far) memcpy(&step->largest, &of_group, sizeof of_group);
+    if (of_group > so_far) memcpy(&task->largest, &of_group, sizeof of_group);
     return of_group < least;
 }
 
@@ -157,15 +157,15 @@ INLINE void stream(float *to, const float *group, int64_t count) {
 }
 
 /* Counts a selected value and writes it into the payload if it fits. Returns the rest as if it was sent. */
-INLINE float send(step_t *step, float p, float excess, int64_t place) {
-    int64_t at = step->selected++;
-    float kept, sent = sent_and_kept(p, excess, step->wire, step->scale, &kept);
-    step->non_finite += !isfinite(p);
-    if (step->slice_elements) step->slices[place / step->slice_elements]++;
-    if (at < step->capacity) {
-        put(sent, step->values, at, step->wire, step->scale);
-        step->offsets[at] = (uint16_t)place;
-        if (step->weights) *weights_at(step, place) = step->before[place] - kept;
+INLINE float send(task_t *task, float p, float excess, int64_t place) {
+    int64_t at = task->selected++;
+    float kept, sent = sent_and_kept(p, excess, task->wire, task->scale, &kept);
+    task->non_finite += !isfinite(p);
+    if (task->slice_elements) task->slices[place / task->slice_elements]++;
+    if (at < task->capacity) {
+        put(sent, task->values, at, task->wire, task->scale);
+        task->offsets[at] = (uint16_t)place;
+        if (task->weights) *weights_at(task, place) = task->before[place] - kept;
     }
     return kept;
 }
@@ -179,11 +179,11 @@ INLINE void add_squares(double *sums, const float *group) {
 }
 
 /* Writes a group into the payload. A value beyond the capacity stays in e' as p. */
-INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, double *squares) {
+INLINE void pack_group(task_t *task, int64_t begin, int64_t count, float threshold, float excess, double *squares) {
     float p[GROUP], below[GROUP];
-    const int all_below = form(step, begin, count, threshold, p), is_gradient = !step->weights;
-    const int streams = step->selected * STREAM_SHARE <= begin;
-    float *kept_values = streams ? p : step->after + begin;
+    const int all_below = form(task, begin, count, threshold, p), is_gradient = !task->weights;
+    const int streams = task->selected * STREAM_SHARE <= begin;
+    float *kept_values = streams ? p : task->after + begin;
     if (is_gradient && !streams) memcpy(kept_values, p, count * sizeof *p);
     if (all_below) {
         add_squares(squares, p);
@@ -197,81 +197,81 @@ INLINE void pack_group(step_t *step, int64_t begin, int64_t count, float thresho
         for (int word = 0; word < GROUP / 8; word++) {
             for (uint64_t marks = words[word]; marks; marks &= marks - 1) {
                 int j = word * 8 + (__builtin_ctzll(marks) >> 3); /* bytes are 0 or 1, the first is the lowest */
-                int has_capacity = step->selected < step->capacity;
-                float kept = send(step, p[j], excess, begin + j);
+                int has_capacity = task->selected < task->capacity;
+                float kept = send(task, p[j], excess, begin + j);
                 squares[0] += (double)kept * kept;
                 if (is_gradient && has_capacity) kept_values[j] = kept;
             }
         }
     }
-    if (is_gradient && streams) stream(step->after + begin, p, count);
-    if (step->clears) memset(step->gradient + begin, 0, count * sizeof *p);
-    step->ends[begin >> BLOCK_SHIFT] = (int32_t)step->selected;
+    if (is_gradient && streams) stream(task->after + begin, p, count);
+    if (task->clears) memset(task->gradient + begin, 0, count * sizeof *p);
+    task->ends[begin >> BLOCK_SHIFT] = (int32_t)task->selected;
 }
 
 /* Writes a group into the dense tensor, divided. */
-INLINE void mask_group(step_t *step, int64_t begin, int64_t count, float threshold, float excess, int32_t wire,
+INLINE void mask_group(task_t *task, int64_t begin, int64_t count, float threshold, float excess, int32_t wire,
                        double *squares) {
     float p[GROUP], sent[GROUP] = {0};
     int hits[GROUP], selected = 0, non_finite = 0;
-    if (!form(step, begin, count, threshold, p)) {
+    if (!form(task, begin, count, threshold, p)) {
         for (int j = 0; j < count; j++) {
-            float kept, value = sent_and_kept(p[j], excess, wire, step->scale, &kept) / step->divisor;
+            float kept, value = sent_and_kept(p[j], excess, wire, task->scale, &kept) / task->divisor;
             int hit = hits[j] = !(fabsf(p[j]) < threshold);
             selected += hit;
             non_finite += !isfinite(p[j]);
             sent[j] = hit ? value : 0.0f;
             p[j] = hit ? kept : p[j];
         }
-        if (step->weights) {
-            const float *anchor = step->before + begin;
-            float *weights = weights_at(step, begin);
+        if (task->weights) {
+            const float *anchor = task->before + begin;
+            float *weights = weights_at(task, begin);
             for (int64_t j = 0; j < count; j++) weights[j] = hits[j] ? anchor[j] - p[j] : weights[j];
         }
     }
-    step->selected += selected;
-    step->non_finite += non_finite;
-    if (step->after) stream(step->after + begin, p, count);
-    memcpy(step->dense + begin, sent, count * sizeof *sent);
+    task->selected += selected;
+    task->non_finite += non_finite;
+    if (task->after) stream(task->after + begin, p, count);
+    memcpy(task->dense + begin, sent, count * sizeof *sent);
     add_squares(squares, p);
 }
 
 /* Walks through [start, end) group by group. */
-INLINE void walk(step_t *step, int64_t start, int64_t end, float threshold, float excess, int is_dense, int32_t wire) {
+INLINE void walk(task_t *task, int64_t start, int64_t end, float threshold, float excess, int is_dense, int32_t wire) {
     double squares[GROUP / 4] = {0};
     for (int64_t begin = start, count; begin < end; begin += count) {
         count = GROUP - begin % GROUP < end - begin ? GROUP - begin % GROUP : end - begin;
-        if (!is_dense && count == GROUP) pack_group(step, begin, GROUP, threshold, excess, squares);
-        else if (!is_dense) pack_group(step, begin, count, threshold, excess, squares);
-        else if (count == GROUP) mask_group(step, begin, GROUP, threshold, excess, wire, squares);
-        else mask_group(step, begin, count, threshold, excess, wire, squares);
+        if (!is_dense && count == GROUP) pack_group(task, begin, GROUP, threshold, excess, squares);
+        else if (!is_dense) pack_group(task, begin, count, threshold, excess, squares);
+        else if (count == GROUP) mask_group(task, begin, GROUP, threshold, excess, wire, squares);
+        else mask_group(task, begin, count, threshold, excess, wire, squares);
     }
-    for (int j = 0; j < GROUP / 4; j++) step->squares += squares[j];
+    for (int j = 0; j < GROUP / 4; j++) task->squares += squares[j];
 }
 
 /* Not inlined, because a second copy would double the time to compile. */
-static __attribute__((noinline)) void walk_as(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
-    const int32_t wire = step->wire; /* a constant in each branch, so that compilers vectorise */
-    if (!step->dense) walk(step, start, end, threshold, excess, 0, wire);
-    else if (wire == WIRE_FLOAT32) walk(step, start, end, threshold, excess, 1, WIRE_FLOAT32);
-    else if (wire == WIRE_BFLOAT16) walk(step, start, end, threshold, excess, 1, WIRE_BFLOAT16);
-    else walk(step, start, end, threshold, excess, 1, WIRE_FLOAT8);
+static __attribute__((noinline)) void walk_as(task_t *task, int64_t start, int64_t end, float threshold, float excess) {
+    const int32_t wire = task->wire; /* a constant in each branch, so that compilers vectorise */
+    if (!task->dense) walk(task, start, end, threshold, excess, 0, wire);
+    else if (wire == WIRE_FLOAT32) walk(task, start, end, threshold, excess, 1, WIRE_FLOAT32);
+    else if (wire == WIRE_BFLOAT16) walk(task, start, end, threshold, excess, 1, WIRE_BFLOAT16);
+    else walk(task, start, end, threshold, excess, 1, WIRE_FLOAT8);
 }
 
 /* Takes values of at least the threshold out of [start, end); sent values exceed p by excess. */
-void take_out(step_t *step, int64_t start, int64_t end, float threshold, float excess) {
-    if (!step->parts) {
-        step->weights = 0;
-        walk_as(step, start, end, threshold, excess);
+void take_out(task_t *task, int64_t start, int64_t end, float threshold, float excess) {
+    if (!task->parts) {
+        task->weights = 0;
+        walk_as(task, start, end, threshold, excess);
         return;
     }
     int64_t part = 0;
     while (start < end) {
-        for (; step->part_ends[part] <= start; part++) {}
-        int64_t until = step->part_ends[part] < end ? step->part_ends[part] : end;
-        step->weights = step->parts[part];
-        step->weights_start = part ? step->part_ends[part - 1] : 0;
-        walk_as(step, start, until, threshold, excess);
+        for (; task->part_ends[part] <= start; part++) {}
+        int64_t until = task->part_ends[part] < end ? task->part_ends[part] : end;
+        task->weights = task->parts[part];
+        task->weights_start = part ? task->part_ends[part - 1] : 0;
+        walk_as(task, start, until, threshold, excess);
         start = until;
     }
 }
@@ -350,11 +350,11 @@ void subtract(const payloads_t *all, float *sums, float *anchor, float *const *p
             for (int64_t k = part_of_rank.first; k < part_of_rank.last; k++) {
                 const int64_t place = start + part_of_rank.places[k];
                 float *sum = &sums[part_of_rank.places[k]];
-                const float step = *sum / take_divisor(all, &senders[part_of_rank.places[k]]);
+                const float mean = *sum / take_divisor(all, &senders[part_of_rank.places[k]]);
                 *sum = 0.0f; /* so that another worker's value at the same place subtracts nothing more */
                 for (; part_ends[part] <= place; part++) {}
-                anchor[place] -= step;
-                parts[part][place - (part ? part_ends[part - 1] : 0)] -= step;
+                anchor[place] -= mean;
+                parts[part][place - (part ? part_ends[part - 1] : 0)] -= mean;
             }
         }
     }

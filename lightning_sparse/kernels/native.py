@@ -1,8 +1,8 @@
 """Functions of ``native.c``, compiled at set-up, for the hard threshold and for received payloads on a CPU.
 
 The compiled functions are tested before they are used. Without a compiler, or with ``LIGHTNING_SPARSE_NATIVE=0``,
-tensor operations give the same bits in several passes. The functions run in one thread: a pass takes hardly longer than
-adding two vectors.
+tensor operations give the same bits in several passes; weights after an exchange of drifts may differ in the last bit.
+The functions run in one thread: a pass takes hardly longer than adding two vectors.
 """
 
 import ctypes
@@ -46,10 +46,10 @@ def _fields_of(struct: str) -> list[tuple[str, Any]]:
     return fields
 
 
-class Step(ctypes.Structure):
-    """A step of the hard threshold on one bucket."""
+class Task(ctypes.Structure):
+    """The work of the hard threshold on one bucket."""
 
-    _fields_ = _fields_of("step_t")
+    _fields_ = _fields_of("task_t")
 
 
 class Payloads(ctypes.Structure):
@@ -93,10 +93,10 @@ def is_native(tensor: Tensor, *, wire_dtype: torch.dtype) -> bool:
     )
 
 
-def take_out(step: Step, threshold: float, start: int, end: int, excess: float = 0.0) -> None:
+def take_out(task: Task, threshold: float, start: int, end: int, excess: float = 0.0) -> None:
     """Take coordinates with not (abs(p) < λ) out of [start, end) and send p + excess sign(p)."""
     bounds = ctypes.c_int64(start), ctypes.c_int64(end)
-    _library().take_out(ctypes.byref(step), *bounds, ctypes.c_float(threshold), ctypes.c_float(excess))
+    _library().take_out(ctypes.byref(task), *bounds, ctypes.c_float(threshold), ctypes.c_float(excess))
 
 
 def average(payloads: Payloads, out: Tensor) -> None:
@@ -156,9 +156,9 @@ def _passes_self_test() -> bool:
     special = torch.tensor([float("nan"), float("inf"), 0.5, -0.0, 1e-40, 3.39e38, -0.7, 0.1]).repeat(20)
     gradient, size = special.flip(0) + 0.3, special.numel()
     after, out = torch.empty(2, size).unbind()
-    step = Step(wire=WIRES[torch.float8_e4m3fn], scale=0.25, loss_scale=3.0, divisor=3.0)
-    step.before, step.after, step.gradient, step.dense = map(pointer, (special, after, gradient, out))
-    take_out(step, 0.4, 0, size)
+    task = Task(wire=WIRES[torch.float8_e4m3fn], scale=0.25, loss_scale=3.0, divisor=3.0)
+    task.before, task.after, task.gradient, task.dense = map(pointer, (special, after, gradient, out))
+    take_out(task, 0.4, 0, size)
     compensated = special + gradient / 3.0
     is_kept = compensated.abs() < 0.4
     as_float8 = compensated.div(0.25).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32).mul(0.25)

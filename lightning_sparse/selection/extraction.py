@@ -16,7 +16,7 @@ from lightning_sparse.exchange.payload import PayloadFormat
 from lightning_sparse.exchange.routes.reduce_scatter import ReduceScatterTransfer, slice_elements
 from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.kernels.launching import is_available
-from lightning_sparse.kernels.native import WIRES, Step, is_native, pointer, take_out
+from lightning_sparse.kernels.native import WIRES, Task, is_native, pointer, take_out
 from lightning_sparse.selection.bucket import FlatBucket, compensate, keep_residual, require_unchanged, sent_and_kept
 from lightning_sparse.selection.fused_threshold import take_out_fused
 from lightning_sparse.selection.sparse_sums import keep_small_sums, put_back
@@ -121,44 +121,44 @@ class Extraction:
         """
         (before, after, is_zero), gradient, weights = bucket.residual, bucket.gradient, bucket.weights
         wire = transfer.format.wire
-        step = Step(wire=WIRES[wire.dtype], scale=wire.scale, divisor=transfer.divisor)
-        step.loss_scale = 1.0 if bucket.loss_scale is None else float(bucket.loss_scale)
+        task = Task(wire=WIRES[wire.dtype], scale=wire.scale, divisor=transfer.divisor)
+        task.loss_scale = 1.0 if bucket.loss_scale is None else float(bucket.loss_scale)
         sends_unrounded = transfer.payload is None and wire.dtype == before.dtype
         stays_zero = is_zero and sends_unrounded and not any(piece.threshold for piece in self._pieces(bucket))
         written = [transfer.out]
         if weights is not None:
-            step.before = pointer(before)
-            step.parts, step.part_ends = weights.addresses
+            task.before = pointer(before)
+            task.parts, task.part_ends = weights.addresses
             written += weights.tensors
         else:
             if gradient.dtype != transfer.out.dtype:  # the average then has separate memory
                 gradient = transfer.out.copy_(gradient)
-            step.gradient = pointer(gradient)
+            task.gradient = pointer(gradient)
             if not stays_zero:
-                step.before, step.after = pointer(before), pointer(after)
+                task.before, task.after = pointer(before), pointer(after)
                 written.append(after)
         slices = torch.zeros(self._num_slices, dtype=torch.int64) if self._num_slices else None
         if transfer.payload is None:
-            step.dense = pointer(transfer.out)
+            task.dense = pointer(transfer.out)
         else:
-            step.clears = transfer.is_cleared = weights is None and transfer.out is gradient
-            address, step.capacity = pointer(transfer.payload), transfer.format.capacity(transfer.payload.numel())
-            starts = transfer.format.starts(step.capacity)
-            step.ends, step.values, step.offsets = (address + start for start in starts)
+            task.clears = transfer.is_cleared = weights is None and transfer.out is gradient
+            address, task.capacity = pointer(transfer.payload), transfer.format.capacity(transfer.payload.numel())
+            starts = transfer.format.starts(task.capacity)
+            task.ends, task.values, task.offsets = (address + start for start in starts)
             if slices is not None:
-                step.slices = pointer(slices)
-                step.slice_elements = max(slice_elements(bucket.layout.num_elements, self._num_slices), 1)
+                task.slices = pointer(slices)
+                task.slice_elements = max(slice_elements(bucket.layout.num_elements, self._num_slices), 1)
         counts, errors = [0], []
         for run in self._runs(bucket, by_layer=self._per_layer):
-            step.squares = 0.0
+            task.squares = 0.0
             for piece in bucket.pieces(run):
-                take_out(step, *piece)
-            counts.append(step.selected)
-            errors.append(step.squares)
+                take_out(task, *piece)
+            counts.append(task.selected)
+            errors.append(task.squares)
         torch.autograd.graph.increment_version(written)
         if weights is not None:
             assert bucket.notes is not None
-            bucket.notes[0] = step.largest
+            bucket.notes[0] = task.largest
             if not self._sparsifier.needs_averages:
                 transfer.take_payloads = bucket.move
         of_layers = None
@@ -168,8 +168,8 @@ class Extraction:
         return header_of(
             gradient.device,
             of_layers,
-            selected=step.selected,
-            non_finite=step.non_finite,
+            selected=task.selected,
+            non_finite=task.non_finite,
             squared_error=sum(errors),
             largest_slice=0 if slices is None else slices.amax(),
         )

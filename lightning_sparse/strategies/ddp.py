@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_sparse.engine.optimizer_steps import weak_method
 from lightning_sparse.engine.options import GradientOptions
 from lightning_sparse.exchange.agreement import ignored_names, parameter_settings, require_agreement
-from lightning_sparse.gradients.comm_hook import attach
+from lightning_sparse.gradients.comm_hook import register_comm_hook
 from lightning_sparse.gradients.ddp_averager import DDPGradientAverager
 from lightning_sparse.sparsifiers.protocol import Sparsifier
 from lightning_sparse.strategies.arguments import ddp_arguments
@@ -76,7 +76,7 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # Lightning's method registers hooks only on CUDA. On other devices, it would silently train densely.
         assert isinstance(self.model, DistributedDataParallel)
-        state = attach(
+        state = register_comm_hook(
             self.model,
             self.sparsifier,
             self._options,

@@ -49,7 +49,7 @@ class SparseHSDPStrategy(ReplicaStrategy):
     def _begin_fit(self, state: Any) -> None:
         super()._begin_fit(state)
         self._awaits_step = False
-        state.observed_steps.on_begin = weak_method(self._before_any_step)
+        state.step_observer.on_begin = weak_method(self._before_any_step)
 
     # Gradients are exchanged after backward, before clipping and the optimizer step.
 

@@ -137,7 +137,7 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         if self.state is not None:
-            self.state.observed_steps.close()
+            self.state.step_observer.close()
             self.state.own_group.release()  # a checkpoint may follow, but no step
         super().teardown()
 

@@ -98,8 +98,8 @@ class SparseStrategy(TakesOptions):
         self.step_log = StepLog(state)
         is_sharded = isinstance(self, ModelParallelStrategy)
         self._advice = Advice(state, is_sharded=is_sharded, exchange=self._options.exchange)
-        if state.observed_steps is not None:
-            state.observed_steps.on_step = weak_method(self._after_any_step)
+        if state.step_observer is not None:
+            state.step_observer.on_step = weak_method(self._after_any_step)
 
     # Steps.
 

@@ -28,7 +28,7 @@ class Largest(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Transfer:
-    """The exchange of a bucket in a step, in this class for a single worker.
+    """The exchange of a bucket in a step; this base class serves one worker.
 
     Collective: all workers create the same transfers and call the same methods in this order:
 

@@ -63,7 +63,7 @@ class SimulatedWorker(Averager):
         for bucket in buckets:
             self.residuals.keep(bucket.index, self._parameters.keys() - gradients.keys())
         averages: dict[str, Tensor] = {}
-        if not self.workers.needs_averages:
+        if not self.workers.reads_averages:
             return averages
         for bucket in buckets:
             average = bucket.average.to(bucket.gradient.dtype)
@@ -89,7 +89,7 @@ class SimulatedWorker(Averager):
             for name, parameter in zip(layout.names, bucket.parameters, strict=True)
         ]
         flat = torch.cat(parts)
-        residual = self.residuals.bucket(index, layout, flat)
+        residual = self.residuals.begin_bucket(index, layout, flat)
         left_out = [(start, end) for name, start, end in layout.spans() if name not in gradients]
         return FlatBucket(index, layout, flat, residual, bucket is self._buckets[-1], left_out=left_out)
 

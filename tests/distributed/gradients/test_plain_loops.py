@@ -23,7 +23,7 @@ from lightning_sparse import (
     SparseModelAverager,
     register_comm_hook,
 )
-from lightning_sparse.drift.observed_steps import ObservedSteps
+from lightning_sparse.drift.step_observer import DriftStepObserver
 from tests.integration.models import OptimizerWrapper, messages_of, warnings_of
 from tests.workers import on_workers
 
@@ -142,7 +142,7 @@ def test_a_loop_gets_a_single_message_about_its_mistake() -> None:
 
 def test_an_optimizers_step_counts_after_that_of_another_has_failed() -> None:
     weight, steps = nn.Parameter(torch.ones(1)), list[int]()
-    observer = ObservedSteps([weight], SimpleNamespace(is_loaded=False))
+    observer = DriftStepObserver([weight], SimpleNamespace(is_loaded=False))
     observer.on_step = lambda: steps.append(1)
     failed, other = (torch.optim.SGD([weight]) for _ in range(2))
     weight.register_post_accumulate_grad_hook(lambda _: other.step())

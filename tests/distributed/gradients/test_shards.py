@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_sparse import ExchangeOptions, HardThreshold, ShardGradientAverager, SparseModelAverager
 from lightning_sparse.engine import grouping
 from lightning_sparse.exchange.groups import replica_workers
-from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter
+from lightning_sparse.exchange.sharded_tensors import full_tensors, sharded_like
 from tests.integration.strategies.hsdp_models import build_network, whole_weights
 from tests.workers import on_workers, run_workers
 
@@ -34,7 +34,7 @@ def sharded(model, mesh):
 
 def whole_residuals(exchange):
     named = exchange.snapshot().own["unsent"].items()
-    return {name: full_tensors(like_parameter(exchange.parameters[name], residual)) for name, residual in named}
+    return {name: full_tensors(sharded_like(residual, exchange.parameters[name])) for name, residual in named}
 
 
 FALLS_AT = 4

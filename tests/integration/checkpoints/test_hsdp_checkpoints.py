@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sparse import Accordion, SparseHSDPStrategy, SparseLocalHSDPStrategy
 from lightning_sparse.checkpointing.content import KEY
 from lightning_sparse.checkpointing.restoring import restore
-from lightning_sparse.exchange.sharded_tensors import full_tensors, like_parameter
+from lightning_sparse.exchange.sharded_tensors import full_tensors, sharded_like
 from lightning_sparse.exchange.workers import as_real
 from tests.distributed.drift.drift_simulation import NESTEROV
 from tests.integration.models import assert_equal, mean_of, quiet_trainer, warnings_of
@@ -128,7 +128,7 @@ def held(strategy: Any) -> dict[str, Any]:
 
     def in_full(tensors: Any) -> dict[str, Tensor]:
         flat = {name: as_real(tensor).reshape(-1) for name, tensor in tensors.items()}
-        parts = {name: like_parameter(parameters[name], tensor) for name, tensor in flat.items()}
+        parts = {name: sharded_like(tensor, parameters[name]) for name, tensor in flat.items()}
         return {name: full_tensors(part).clone() for name, part in parts.items()}
 
     own, buffers = dict(snapshot.own), {}

@@ -122,7 +122,7 @@ def test_commits_keep_steps_and_rollbacks_leave_no_trace(events):
         elif event in ("backward", "breaks off", "sends all"):
             has_run = True
             for index, layout in buckets.items():
-                residual = memory.bucket(index, layout, torch.zeros(layout.num_elements))
+                residual = memory.begin_bucket(index, layout, torch.zeros(layout.num_elements))
                 added = torch.zeros(layout.num_elements)
                 for name, start, end in layout.spans():
                     added[start:end] = 0.0 if name in chosen else gradient
@@ -162,21 +162,21 @@ def test_a_memory_is_zero_until_something_is_written():
     memory = ResidualMemory()
     for buckets in (*LAYOUTS, *LAYOUTS):  # DDP rebuilds its buckets
         for index, layout in buckets.items():
-            residual = memory.bucket(index, layout, torch.zeros(layout.num_elements))
+            residual = memory.begin_bucket(index, layout, torch.zeros(layout.num_elements))
             assert residual.is_zero
             memory.keep(index)
         memory.commit({"a", "b", "c"})
     memory.load_state_dict(dict.fromkeys("abc", torch.ones(1)) | {"b": torch.ones(3), "a": torch.ones(2)})
-    assert not memory.bucket(0, ONE, torch.zeros(6)).is_zero
+    assert not memory.begin_bucket(0, ONE, torch.zeros(6)).is_zero
 
 
 def test_a_memory_in_place_has_a_single_tensor():
     memory = ResidualMemory(in_place=True)
-    before, after, _ = memory.bucket(0, ONE, torch.zeros(6))
+    before, after, _ = memory.begin_bucket(0, ONE, torch.zeros(6))
     assert before is after
     after.fill_(1.0)  # then an exception aborts the backward
     memory.load_state_dict({})
-    assert not memory.bucket(0, ONE, torch.zeros(6)).before.any()
+    assert not memory.begin_bucket(0, ONE, torch.zeros(6)).before.any()
 
 
 @pytest.mark.parametrize(

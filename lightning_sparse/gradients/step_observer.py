@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from lightning_sparse.engine.optimizer_steps import ParameterStepObserver, UnexchangedParameters, changes_weights
 
 
-class AveragedStepObserver(ParameterStepObserver):
+class GradientStepObserver(ParameterStepObserver):
     """Warns once if an optimizer steps on gradients that were not averaged; rejects unexchanged gradients."""
 
     def __init__(self, module: nn.Module, parameters: Collection[Tensor]) -> None:

@@ -17,7 +17,7 @@ LOST_STEP = (
 )
 
 
-class ObservedSteps(ParameterStepObserver):
+class DriftStepObserver(ParameterStepObserver):
     """Rejects lost steps, and warns about missing calls unless a strategy calls ``averager.step()`` in ``on_step``."""
 
     def __init__(self, observed: Iterable[Tensor], shared: SharedWeights) -> None:
