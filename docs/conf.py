@@ -60,7 +60,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(torch|lightning|collections|datetime|lightning_sparse\.(?!theory)\w+)\..*|dict\[str|GradBucket$")
 ]
 # Members of averagers that strategies and other modules call.
-INTERNAL = "anchor has_own_state is_consistent obstacles own_metrics parameter_sizes parameters progress"
+INTERNAL = "anchor may_have_unsent is_consistent obstacles own_metrics parameter_sizes parameters progress"
 INTERNAL += " receive register_strategies restore snapshot warm_up watch_next"
 autodoc_default_options = {"members": True, "exclude-members": INTERNAL.replace(" ", ",")}
 autodoc_inherit_docstrings = False
