@@ -36,7 +36,7 @@ class ExchangeOptions:
             whichever is predicted to be fastest.
         link_gbit_s: rate in Gbit/s at which a worker receives from other nodes, for ``exchange="auto"``, within 1e-6
             and 1e6. Give the rate of a node's network card; with sharded replicas, divide it by the ranks of a node,
-            which receive at the same time. None assumes 10 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100
+            which receive at the same time. None assumes 3.8 Gbit/s on CPUs, and on GPUs NVLink inside a node and 100
             Gbit/s between nodes. Over Gloo, it also limits the payloads that are sent together: 1 ms of the link, or 64
             kB if None.
 

@@ -46,8 +46,7 @@ class Exchange:
             step (``lightning_sparse.exchange.routes.cost_model``).
         group: the process group; None is the default group.
         link_gbit_s: the rate of a worker's link. Determines the choice of ``"auto"`` and how many payloads share a
-            message (``PayloadCoalescer``). With None, ``"auto"`` assumes a fast link, at which sparse routes pay off
-            least.
+            message (``PayloadCoalescer``). With None, ``"auto"`` assumes a rate (``speeds``).
         workers: replace the workers of the group, for a warmup and for simulated workers.
         density: the share of selected coordinates that is assumed for a bucket without a history. With None, such a
             bucket takes the dense route with ``"auto"`` and ``"sparse_sums"``.

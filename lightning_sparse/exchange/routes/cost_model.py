@@ -16,6 +16,9 @@ MEAN_WEIGHT = 0.2
 DEVIATION_WEIGHT = 0.1
 SLACK_DEVIATIONS = 2.0
 """Margin in mean absolute deviations. With Gaussian noise, it is 1.6 standard deviations: one step in 20 overflows."""
+CPU_GBIT_S = 3.8
+"""The assumed rate of a CPU worker's link: that of 10 Gbit/s if Gloo worked before the link, not meanwhile. On a faster
+link, buckets at densities of 9 to 14 % send fewer bytes, but may take longer than densely."""
 INSIDE_GBIT_S, BETWEEN_GBIT_S = 2400.0, 100.0
 """The assumed rates of a GPU's link: NVLink if all workers share a node, else a network of 100 Gbit/s. Sparse routes
 are chosen only if they are faster even at these rates."""
@@ -74,15 +77,14 @@ def speeds(link_gbit_s: float | None, *, on_gpu: bool, is_one_node: bool = False
     """Return measured speeds of CPUs, or mostly predicted speeds of GPUs.
 
     CPU: 34 ns to select and 8 ns to add a coordinate, at a density of 20 % without a compiler
-    (benchmarks/selection.py). Without ``link_gbit_s``, the link has 10 Gbit/s. If it is slower, buckets above a density
-    of 10 % become dense too early, but no step is much slower than in plain DDP.
+    (benchmarks/selection.py).
     GPU: about 100 bytes of memory traffic per coordinate, 60 µs of the host per launch, Python and operators included,
     and 4 µs for each payload's chain of reads (docs/evidence/performance.md).
     """
     if on_gpu:
         link = link_gbit_s or (INSIDE_GBIT_S if is_one_node else BETWEEN_GBIT_S)
         return Speeds(8e-9 / link, 4e-11, 4e-11, 4e-11, 6e-6, 4e-6, 6e-5)
-    return Speeds(max(GLOO_BYTE, 8e-9 / (link_gbit_s or 10.0)), 34e-9, 8e-9, 1.5e-9, 70e-6, 0.0, 0.0)
+    return Speeds(max(GLOO_BYTE, 8e-9 / (link_gbit_s or CPU_GBIT_S)), 34e-9, 8e-9, 1.5e-9, 70e-6, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
