@@ -103,6 +103,13 @@ def test_a_gpu_takes_sparse_routes_only_on_links_where_they_win(num_workers, siz
     assert exchange._route((0, size), costs, on_gpu=True) == route
 
 
+def test_without_a_rate_two_cpu_workers_send_sparsely_up_to_13_percent():
+    """The demo's first steps are this dense; dense, they would double its bytes."""
+    costs, known = Costs(2, 700_000, 4, 4), speeds(None, on_gpu=False)
+    routes = [costs.cheapest(share * 700_000, share * 350_000, known) for share in (0.13, 0.15)]
+    assert routes == ["gather", "dense"]
+
+
 @pytest.mark.parametrize(("num_workers", "times"), [(8, 17), (64, 3)])
 def test_at_one_percent_a_worker_receives_as_many_times_fewer_bytes_as_documented(num_workers, times):
     elements = 11_170_000  # ResNet-18
