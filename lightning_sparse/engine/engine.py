@@ -26,7 +26,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.engine.calibrator import Calibrator
-from lightning_sparse.engine.options import ExchangeOptions
+from lightning_sparse.engine.options import DriftOptions, ExchangeOptions
 from lightning_sparse.engine.snapshot import Snapshot, not_plain
 from lightning_sparse.engine.step_stats import StepStats, statistics_of
 from lightning_sparse.exchange.exchange import Exchange
@@ -135,6 +135,7 @@ class Engine:
         if gradient.dtype != dtype:  # too narrow for the average
             name = "average", bucket.index
             bucket.average = self.exchange.buffers.take(name, gradient.numel(), dtype, gradient.device)
+        averages_senders = isinstance(self.options, DriftOptions) and self.options.average_over == "senders"
         transfer = self.exchange.new_transfer(
             bucket.index,
             wire_of(self.options.value_dtype, dtype, None if is_full else self.sparsifier),
@@ -142,7 +143,7 @@ class Engine:
             bucket.average,
             is_last=bucket.is_last,
             is_full=is_full,
-            by_senders=getattr(self.options, "average_over", "workers") == "senders" and not sends_all,
+            by_senders=averages_senders and not sends_all,
         )
         if not (self.workers.reads_averages or self.sparsifier.needs_averages):
             transfer.take_payloads = lambda *_: None  # nobody reads this worker's average

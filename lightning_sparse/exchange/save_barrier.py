@@ -33,7 +33,7 @@ from lightning_sparse.exchange.groups import end_group, new_workers
 from lightning_sparse.exchange.workers import Workers
 
 PATIENCE = 300.0
-"""Seconds that rank 0 waits until all others save, and these at most twice. Validation may delay a worker that long."""
+"""Seconds that rank 0 waits for all others, which wait at most twice as long. Validation may take that long."""
 SHORT_PATIENCE = 15.0
 """Seconds to wait while an exception or a signal is handled: others may never save, and the job is killed soon."""
 _log = logging.getLogger(__name__)

@@ -81,8 +81,8 @@ class ParameterUse:
     def end(self, layouts: Sequence[LayerLayout], notes: Sequence[Tensor]) -> tuple[set[str], set[str]]:
         """Return names of parameters that any worker used, and of those with old gradients.
 
-        The latter have a nonzero old gradient on a worker that did not use them. The notes of a bucket
-        are all workers' ``marks``, on the CPU: shape (n, 2 L).
+        The latter have a nonzero old gradient on a worker that did not use them. The notes of a bucket are all
+        workers' ``marks``, on the CPU: shape (n, 2 L).
         """
         if not self.allows_unused:
             return {name for layout in layouts for name in layout.names}, set()
