@@ -6,8 +6,8 @@ shape (n, payload_bytes(c)).
 
 On a GPU one kernel decodes all payloads of a bucket, without their sizes on the host and with the same bits as adding
 payload by payload. A program has one block of 65,536 elements and goes through the workers in rank order; a bucket of
-25 MB has 100 programs. Each program is a chain of reads from the L2 cache: per worker and tile three for the sums, and
-four for the quotients. So latency bounds the kernel, not bandwidth.
+25 MB has 100 programs. Each program is a chain of reads from the L2 cache, three per worker and tile, and eight for the
+quotients. So latency bounds the kernel, not bandwidth.
 """
 
 from ctypes import addressof, c_int64
@@ -52,14 +52,21 @@ def average(
         senders = buffers.take("senders", out.numel(), torch.int32, out.device).zero_()
     if has_kernels:
         assert isinstance(rows, Tensor)
-        places = len(rows) * payload_format.capacity(rows.shape[1])
-        quotients = buffers.take("quotients", places, out.dtype, out.device)
-        decode(payload_format, rows, out, quotients, 1, senders)
+        decode(payload_format, rows, out, 1, senders)
         return
     # A GPU adds in arbitrary order, so indices of an addition must be unique: add each payload separately.
     for row in rows:
         add_selection(payload_format.unpack(row, out.dtype), out, senders)
-    out.div_(len(rows) if senders is None else senders.clamp_(min=1))
+    divide(out, len(rows), senders)
+
+
+def divide(sums: Tensor, num_workers: int, senders: Tensor | None = None) -> None:
+    """Divide sums in place by n, or by the number of senders, with the same bits on every device.
+
+    ``senders``: int32, of the sums' shape; becomes at least 1.
+    """
+    # A tensor, because CUDA multiplies by the reciprocal of a Python number.
+    sums.div_(sums.new_full((), num_workers) if senders is None else senders.clamp_(min=1))
 
 
 def native_payloads(payload_format: PayloadFormat, rows: Rows, by_senders: bool) -> Payloads:
@@ -91,7 +98,7 @@ def concatenate(payload_format: PayloadFormat, rows: Tensor, out: Tensor, buffer
     shorter or empty. Waits for a GPU only if it has no Triton kernels.
     """
     if is_available(out.device):
-        decode(payload_format, rows, out, None, len(rows))
+        decode(payload_format, rows, out, len(rows))
         return
     for row, part in zip(rows.unbind(), torch.split(out, payload_format.num_elements), strict=False):
         average(payload_format, [row], part, buffers)  # of a single payload: its values
@@ -101,17 +108,15 @@ def decode(
     payload_format: PayloadFormat,
     rows: Tensor,
     out: Tensor,
-    quotients: Tensor | None,
     num_slices: int,
     senders: Tensor | None = None,
 ) -> None:
-    """Launch the kernel that adds each slice's payloads to zeros and divides by their number, or that of senders.
+    """Launch the kernel that adds each slice's payloads to zeros, and divides the sums of a single slice.
 
     Args:
         payload_format: of each payload.
         rows: the payloads, on a GPU.
         out: float32 or float64, shape (num_elements,) or that of all slices together, contiguous, all zeros.
-        quotients: work space of out's dtype, at least n · c elements; None leaves the sums undivided.
         num_slices: neighbouring slices of ``out``, with n / num_slices payloads each.
         senders: int32, of out's shape, all zeros: receives the number of nonzero values.
     """
@@ -123,7 +128,7 @@ def decode(
     launch(
         add_payloads,
         (payload_format.num_blocks, num_slices),
-        *(out, senders, quotients, ends, values, offsets, len(rows) // num_slices, values.numel(), *strides),
-        *(payload_format.num_elements, payload_format.wire.scale),
+        *(out, senders, ends, values, offsets, len(rows) // num_slices, values.numel(), *strides),
+        *(payload_format.num_elements, payload_format.wire.scale, num_slices == 1),
         **_DECODE,
     )

@@ -2,6 +2,7 @@
 
 import torch
 
+from lightning_sparse.exchange.routes.adding import divide
 from lightning_sparse.exchange.routes.reduce_scatter import slice_elements
 from lightning_sparse.exchange.routes.transfer import Transfer
 from lightning_sparse.exchange.wire import Wire
@@ -76,7 +77,7 @@ class QuantisedDenseTransfer(Transfer):
         self.work.wait()
         self.out.copy_(self._wire.decoded(self._gathered[: self.out.numel()], self.out.dtype))
         if not self.by_senders:
-            self.out.div_(self.workers.num_workers)
+            divide(self.out, self.workers.num_workers)
 
 
 def wire_of_sums(wire: Wire, dtype: torch.dtype, num_workers: int) -> Wire:

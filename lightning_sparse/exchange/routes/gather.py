@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
-from lightning_sparse.exchange.routes.adding import add_selection, average
+from lightning_sparse.exchange.routes.adding import add_selection, average, divide
 from lightning_sparse.exchange.routes.cost_model import Costs
 from lightning_sparse.exchange.routes.transfer import NUM_SELECTED, Largest, Rows, Transfer
 from lightning_sparse.exchange.workers import Pending
@@ -221,7 +221,7 @@ class GatherTransfer(Transfer):
                 beyond = self._overflow_format.unpack(overflow, self.out.dtype, max(count - self.capacity, 0))
                 add_selection(held, self.out, senders)
                 add_selection(beyond, self.out, senders)
-        self.out.div_(self.workers.num_workers if senders is None else senders.clamp_(min=1))
+        divide(self.out, self.workers.num_workers, senders)
 
     def _wait_for_payloads(self) -> Rows:
         """Wait for the last collective and return all workers' payloads."""

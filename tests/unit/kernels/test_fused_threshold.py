@@ -400,7 +400,7 @@ def test_a_cpu_has_no_kernels():
 
 
 TYPES = {
-    "*fp32": ("residual_before", "residual", "loss_scale", "thresholds", "excesses", "out", "quotients"),
+    "*fp32": ("residual_before", "residual", "loss_scale", "thresholds", "excesses", "out"),
     "*fp64": ("numbers", "header"),
     "*bf16": ("gradient", "values"),
     "*i64": ("run_starts", "starts", "boundaries", "before"),
@@ -415,6 +415,7 @@ WALK, SUMMARISE, PACK = (
     for constants in (fused_threshold._WALK, fused_threshold._SUMMARISE, fused_threshold._PACK)
 )
 WALK |= {"LIMIT": 3e38, "WIRE": "bfloat16"}
+ADD = {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
@@ -428,10 +429,10 @@ WALK |= {"LIMIT": 3e38, "WIRE": "bfloat16"}
         (threshold.summarise, 8, SUMMARISE | {"boundaries": None, "before": None, "bits": None}),
         (threshold.pack_block, 4, PACK | {"LIMIT": 3e38}),
         (threshold.pack_block, 4, PACK | {"LIMIT": 448.0, "values": "*u8"}),
-        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024}),
-        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*u8", "senders": None}),
-        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "values": "*i16"}),
-        (decode.add_payloads, 8, {"BLOCK": BLOCK_ELEMENTS, "TILE": 1024, "senders": None, "quotients": None}),
+        (decode.add_payloads, 8, ADD | {"DIVIDES": True}),
+        (decode.add_payloads, 8, ADD | {"DIVIDES": True, "values": "*u8", "senders": None}),
+        (decode.add_payloads, 8, ADD | {"DIVIDES": True, "values": "*i16"}),
+        (decode.add_payloads, 8, ADD | {"DIVIDES": False, "senders": None}),
     ],
     ids=lambda argument: getattr(argument, "__name__", None),
 )
