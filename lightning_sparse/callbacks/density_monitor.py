@@ -23,7 +23,7 @@ LAYER_COLUMNS = 62
 """The width of a layer's name and size in the table, which has 80 columns."""
 IMAGE_INTERVAL = 100
 """Shortest time between two images within a run, as a multiple of the time for drawing one."""
-TOTALS = ("steps", "selected", "elements", "density", "payload_bytes", "dense_bytes", "dense_steps")
+TOTALS = ("steps", "selected", "elements", "payload_bytes", "dense_bytes", "dense_steps")
 """Numbers that are summed over all exchanges, and over those of the calibration."""
 
 
@@ -83,7 +83,7 @@ class DensityMonitor(StepMonitor):
             self._history.add(step)
         dense_steps = step.dense_elements / step.num_elements if step.num_elements else 0  # can be a fraction
         elements = step.num_workers * step.num_elements
-        numbers = (1, step.selected, elements, step.density, step.payload_bytes, step.dense_bytes, dense_steps)
+        numbers = (1, step.selected, elements, step.payload_bytes, step.dense_bytes, dense_steps)
         for name, value in zip(TOTALS, numbers, strict=True):
             self._totals[name] += value
             self._totals[f"calibration_{name}"] += value * step.is_calibration
@@ -147,7 +147,7 @@ class DensityMonitor(StepMonitor):
             rows.append(("target density", f"{100 * self._target_density:.4g} %"))
         rows.append(("average density", f"{100 * self.total():.4g} %"))
         if calibration and later["steps"]:
-            rows.append(("density after calibration", f"{100 * later['density'] / later['steps']:.4g} %"))
+            rows.append(("density after calibration", f"{100 * later['selected'] / later['elements']:.4g} %"))
         if self._newest is not None and self._newest.threshold is not None and not self._newest.is_calibration:
             rows.append(("threshold λ at the end", f"{self._newest.threshold:.4g}"))
         sent, dense = total["payload_bytes"], total["dense_bytes"]

@@ -25,7 +25,6 @@ from lightning_sparse.checkpointing.content import (
 from lightning_sparse.drift.model_averager import SparseModelAverager
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.snapshot import Tensors, copied
-from lightning_sparse.exchange.save_barrier import patience_of
 from lightning_sparse.exchange.sharded_tensors import full_tensors, sharded_like, write_folder
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.gradients.ddp_averager import DDPGradientAverager
@@ -57,7 +56,7 @@ def run_together(
     if not barrier.is_saving:
         obstacles = averager.obstacles()
         status = {"progress": averager.progress, "obstacles": obstacles}
-        patience = patience_of(timeout, is_exchanging=averager.is_exchanging, error_before=barrier.error_before)
+        patience = barrier.patience(timeout, is_exchanging=averager.is_exchanging)
         why_not = barrier.wait(status, patience) or next(iter(obstacles), "")
     if not why_not:
         barrier.is_saving = True  # a signal may request another save during this one

@@ -19,11 +19,11 @@ _SPREAD, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0x
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """Return hash and size of each tensor: float64, shape (2 · len(tensors),).
+    """Return hash and number of elements of each tensor: float64, shape (2 · len(tensors),).
 
     The result is on the first tensor's device. SplitMix64 (Steele et al., 2014), with signed shifts, mixes each word of
     8 bytes with its position in the order of indices. The hash is the upper 53 bits of the sum, modulo 2⁶⁴. So it also
-    detects permutations and changed signs. Repeated sizes need no wait for a GPU.
+    detects permutations and changed signs. Sizes are cached on the device, so only new ones are copied.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)

@@ -31,7 +31,7 @@ class UntrainedTensors:
         self.register_new(is_set_up=True)
 
     def register_new(self, *, is_set_up: bool = False) -> None:
-        """Register new buffers, and frozen parameters if there are new buffers."""
+        """Register new buffers; only if there are any, also new frozen parameters."""
         known, buffers = self._prints_at_set_up, dict(self._module.named_buffers())
         ignored = ignored_names(self._module)
         if not (is_set_up or buffers.keys() - known.keys() - ignored):  # a walk over all parameters takes long

@@ -22,6 +22,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _observers: weakref.WeakKeyDictionary["StepObserver", None] = weakref.WeakKeyDictionary()
 """In the order of registration."""
 _hooks: list[torch.utils.hooks.RemovableHandle] = []
+STEP_FRAMES = ("step", "wrapper")
+"""The names of an optimizer's step and of torch's wrapper around it."""
 
 
 class StepObserver(ABC):
@@ -154,9 +156,9 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def _is_inside(outer: Optimizer) -> bool:
-    """Return whether the optimizer's step runs in any thread: no hook reports a step that raised."""
-    frames = sys._current_frames().values()
-    return any(frame.f_locals.get("self") is outer for top in frames for frame, _ in walk_stack(top))
+    """Return whether the optimizer's step is on any thread's stack; a step that raised called no hook at its end."""
+    frames = [frame for top in sys._current_frames().values() for frame, _ in walk_stack(top)]
+    return any(frame.f_code.co_name in STEP_FRAMES and frame.f_locals.get("self") is outer for frame in frames)
 
 
 class UnexchangedParameters:

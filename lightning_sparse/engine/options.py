@@ -112,7 +112,7 @@ class DriftOptions(ExchangeOptions):
         drift_decay: β, factor on unsent values before the next drift is added, in (0, 1]; below 1 only with
             ``keep_drift=False``.
         average_over: the workers over which a coordinate is averaged. ``"senders"``: those that sent a nonzero value
-            for it, or all workers if the whole bucket is sent. ``"workers"``: all; unsent values count as 0.
+            for it, or all workers if every λ of the bucket is 0. ``"workers"``: all; unsent values count as 0.
         outer_optimizer: makes the optimizer that moves the anchor, with the average drift as its gradient; None
             subtracts the average. DiLoCo (Douillard et al., 2023, arXiv:2311.08105):
             ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``.

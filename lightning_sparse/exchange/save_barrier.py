@@ -46,13 +46,14 @@ class SaveBarrier:
 
     Attributes:
         is_saving: whether this worker gathers state for a checkpoint.
-        error_before: the exception that the program was handling at set-up; it says nothing about the training.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self.is_saving = False
-        self.error_before = sys.exc_info()[1]
+        # An exception that the program handled before set-up says nothing about the training. A reference to it would
+        # keep the memory of an earlier fit.
+        self._error_before = id(sys.exc_info()[1])
         self._attempts = 0
         self._told = ""
         # Unique, because torchrun's store outlives workers that it restarts.
@@ -60,6 +61,19 @@ class SaveBarrier:
         self._store = PrefixStore(self._name, _get_default_store())
         self._saving: Workers | None = None
         self._generation = self._made_as = 0  # of the saving group; after a wait, the largest of all workers
+
+    @property
+    def handled_error(self) -> BaseException | None:
+        """The exception that is being handled, if it was raised after set-up."""
+        error = sys.exc_info()[1]
+        return None if id(error) == self._error_before else error
+
+    def patience(self, timeout: timedelta | None, *, is_exchanging: bool = False) -> float:
+        """Return the seconds to wait for others, at most the process group's timeout."""
+        callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe())]
+        is_signal = any(name.endswith("signal_connector") for name in callers)  # of Lightning
+        patience = SHORT_PATIENCE if is_exchanging or self.handled_error or is_signal else PATIENCE
+        return patience if timeout is None else min(patience, timeout.total_seconds())
 
     def saving_workers(self) -> Workers:
         """Return the workers in a separate group for saving. Collective.
@@ -102,8 +116,8 @@ class SaveBarrier:
         self._attempts += 1
         if self._workers.num_workers == 1:
             return None
-        error = sys.exc_info()[1]
-        if isinstance(error, Exception) and error is not self.error_before and self._told != repr(error):
+        error = self.handled_error
+        if isinstance(error, Exception) and self._told != repr(error):
             self._told = repr(error)  # Python prints it only when the save ends
             rank = self._workers.rank
             _log.error("lightning_sparse: rank %d handles %r, saves, and waits for the other ranks.", rank, error)
@@ -184,19 +198,3 @@ def _wait_until(is_true: Callable[[], bool], patience: float) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
     return True
-
-
-def patience_of(
-    timeout: timedelta | None, *, is_exchanging: bool = False, error_before: BaseException | None = None
-) -> float:
-    """Return the seconds to wait for others, at most a process group's timeout; see ``is_interrupted``."""
-    patience = SHORT_PATIENCE if is_exchanging or is_interrupted(error_before) else PATIENCE
-    return patience if timeout is None else min(patience, timeout.total_seconds())
-
-
-def is_interrupted(error_before: BaseException | None = None) -> bool:
-    """Return whether a signal by Lightning, or another exception than ``error_before``, is being handled."""
-    if sys.exc_info()[1] is not error_before:
-        return True
-    callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe())]
-    return any(name.endswith("signal_connector") for name in callers)

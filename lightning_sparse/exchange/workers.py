@@ -104,7 +104,7 @@ class Workers:
     rank: int
     num_workers: int
     reads_averages: ClassVar[bool] = True
-    """Whether this worker reads averages of payloads; simulated workers read those of rank 0."""
+    """Whether this worker's averages are read. Of simulated workers, only those of rank 0 are."""
 
     def all_gather(self, out: Tensor, part: Tensor) -> Pending:
         """Start gathering parts of shape (m,) into out, of shape (n · m,), in rank order. Collective.

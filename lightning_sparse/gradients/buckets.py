@@ -5,7 +5,8 @@ them as the last. ``DDPBuckets`` counts them.
 
 **After a resume**, DDP starts with one bucket for all parameters and rebuilds its buckets after the first iteration.
 Routes, and the positions at which an all-reduce splits a bucket, would differ from an uninterrupted run. So would the
-last bits of sums over more than two workers. ``DDPBuckets`` regroups the gradients of this step into the saved layout::
+last bits of sums over more than two workers. ``DDPBuckets`` regroups the gradients of up to two steps into the saved
+layout::
 
     DDP, first step    [ fc | conv2 | conv1 ]
                           │     │       │        copied layer by layer; averages are copied back

@@ -45,7 +45,8 @@ def register_comm_hook(
     options = checked(options, GradientOptions)
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"Invalid {grad_scaler=}. Must be a torch.amp.GradScaler, or None if losses are not scaled.")
-    ddp_module = _unwrapped(ddp_module)
+    if isinstance(ddp_module, torch.nn.Module):
+        ddp_module = _unwrapped(ddp_module)
     if not isinstance(ddp_module, DistributedDataParallel):
         raise TypeError(
             f"Expected a torch.nn.parallel.DistributedDataParallel module, got {type(ddp_module).__name__}. "

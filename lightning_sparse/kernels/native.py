@@ -127,7 +127,7 @@ def pointer(tensor: Tensor) -> int:
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    if os.environ.get("LIGHTNING_SPARSE_NATIVE") == "0" or sys.byteorder != "little":
+    if os.environ.get("LIGHTNING_SPARSE_NATIVE") == "0" or sys.byteorder != "little" or os.name == "nt":
         return None
     command = os.environ.get("CC", "cc")
     consequence = "Selecting coordinates takes longer. LIGHTNING_SPARSE_NATIVE=0 hides this message."

@@ -37,7 +37,7 @@ ALIGNED_BYTES = 16
 # fusing, a multiplication and an addition round twice, as in PyTorch.
 _WALK = {"BLOCK": PROGRAM_ELEMENTS, "WORDS": 128, "num_warps": 16, "enable_fp_fusion": False}
 _SUMMARISE = {"BLOCK": PROGRAM_ELEMENTS, "PER_END": PER_END, "WIDTH": 2048, "ROWS": 16, "num_warps": 8}
-# The marks determine the selected coordinates of a bucket and its slices, not the numbers of blocks.
+# ``walk_block`` writes only these two statistics, because ``summarise`` counts coordinates from the marks.
 _SLOTS = {name.upper(): slot for name, slot in SLOTS.items()}
 _WALK |= {name: slot for name, slot in _SLOTS.items() if name in ("NON_FINITE", "SQUARED_ERROR")}
 _SUMMARISE |= _SLOTS | {"FIXED_FIELDS": FIXED_FIELDS}

@@ -24,7 +24,7 @@ class Statistic:
         name: its field in `StepStats`, if it has one.
         is_count: whether it is a whole number.
         in_header: whether every bucket's header holds it. Headers keep the order of the table.
-        per_layer: whether ``LayerStats`` holds it for every layer, and the header as well if it holds the statistic.
+        per_layer: whether it exists for every layer: in ``LayerStats`` and, with ``in_header``, in the header.
         workers: how to combine the headers of all workers. ``"mean"`` is the mean of the workers' sums over buckets.
             None for statistics that no header holds or that only the exchange reads.
         shards: whether to sum it over the ranks of one replica, instead of taking any of their equal values.

@@ -26,7 +26,7 @@ class GaussianK(MarkingSparsifier):
     all magnitudes above t are sent, perhaps many times k; if there are none, the largest. k is at least 1.
 
     As with Top-k, unsent values have no bound. (The authors' code takes μ with its sign, sends at most k, and never
-    sends a layer of equal magnitudes. Here neither sign nor position decides, and every layer sends.)
+    sends a layer of equal magnitudes. Here, every layer sends at least one value.)
 
     Args:
         density: the share of each layer to aim at, in (0, 1].

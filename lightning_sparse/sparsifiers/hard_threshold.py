@@ -28,7 +28,7 @@ class ThresholdRun(NamedTuple):
         threshold: λ, rounded up to the residual's dtype.
         start: the first element.
         end: the element after the last.
-        excess: κ λ, by which a sent value exceeds p in magnitude. Additions round it to the residual's dtype.
+        excess: κ λ: selected coordinates send p + κ λ sign(p), rounded to the residual's dtype.
     """
 
     threshold: float
@@ -119,7 +119,7 @@ class HardThreshold(MarkingSparsifier):
 
     @property
     def current_threshold(self) -> float:
-        """The largest λ of all layers without ``layer_thresholds``, in gradient units; 0 during calibration."""
+        """The largest λ of layers without ``layer_thresholds``, in gradient units; 0 during calibration."""
         return 0.0 if self.threshold is None else self.threshold
 
     def grid_step(self, most_steps: int) -> float | None:

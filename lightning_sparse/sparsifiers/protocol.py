@@ -175,7 +175,7 @@ class Sparsifier(ABC):
 
     @property
     def current_threshold(self) -> float | None:
-        """The current λ of layers without ``layer_thresholds``, in gradient units; None without a λ."""
+        """The largest λ of layers without a threshold of their own, in gradient units; None without a λ."""
         return None
 
     def grid_step(self, most_steps: int) -> float | None:

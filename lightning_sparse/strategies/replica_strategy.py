@@ -1,7 +1,6 @@
 """The base class of strategies with sharded replicas."""
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +18,7 @@ from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.sharding import reshard
 from lightning_sparse.exchange.agreement import gather_objects, require_agreement
 from lightning_sparse.exchange.groups import replica_mesh
-from lightning_sparse.exchange.save_barrier import SaveBarrier, patience_of
+from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.workers import Workers
 from lightning_sparse.sparsifiers.checks import require_count
 from lightning_sparse.sparsifiers.protocol import Sparsifier
@@ -148,10 +147,9 @@ class ReplicaStrategy(SparseStrategy, ModelParallelStrategy):
         # Lightning calls this on every rank first, and then save_checkpoint.
         if (barrier := self._save_barrier) is not None:
             step = {"step": self._module.trainer.global_step}
-            why_not = barrier.wait(step, patience_of(self._timeout, error_before=barrier.error_before))
+            why_not = barrier.wait(step, barrier.patience(self._timeout))
             if why_not is not None:
-                has_failed = sys.exc_info()[1] is not barrier.error_before
-                cause = " The exception above ended the training." * has_failed
+                cause = " The exception above ended the training." * (barrier.handled_error is not None)
                 raise RuntimeError(
                     f"No checkpoint was written: {why_not}. Saving a sharded model needs all of its ranks.{cause}"
                 )

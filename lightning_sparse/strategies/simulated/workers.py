@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.engine.averager import Averager
@@ -107,7 +106,6 @@ class SimulatedWorkers(ThreadWorkers):
         per_layer_stats: bool,
     ) -> None:
         super().__init__(num_workers)
-        self._has_warned = num_workers == 1
         engines = [
             Engine(sparsifier, options, workers=workers, per_layer_stats=per_layer_stats) for workers in self.workers
         ]
@@ -120,17 +118,9 @@ class SimulatedWorkers(ThreadWorkers):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def average(self, gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return averages of the sent values by name from the gradients of each worker."""
-        drawn_before = torch.get_rng_state()
         reached = set().union(*gradients)
         averages = self.run(lambda rank: self.each[rank].average(gradients[rank]))
         self._reached = reached
-        if not (self._has_warned or torch.equal(torch.get_rng_state(), drawn_before)):
-            self._has_warned = True
-            rank_zero_warn(
-                "lightning_sparse: the sparsifier draws torch's random numbers, which simulated workers share between "
-                "threads, so runs may differ. Make a torch.Generator in begin_step, seeded from the step's number and "
-                "the rank."
-            )
         return averages[0]  # type: ignore[no-any-return]
 
     def commit(self) -> None:

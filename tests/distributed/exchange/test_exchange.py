@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import zlib
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +21,7 @@ from lightning_sparse.exchange.exchange import FIRST_CAPACITY, Exchange
 from lightning_sparse.exchange.groups import is_one_node
 from lightning_sparse.exchange.payload import PayloadFormat, aligned
 from lightning_sparse.exchange.routes import gather
-from lightning_sparse.exchange.save_barrier import SaveBarrier, patience_of
+from lightning_sparse.exchange.save_barrier import SaveBarrier
 from lightning_sparse.exchange.wire import Wire
 from lightning_sparse.exchange.workers import LostWorkerError, Pending, Workers
 from lightning_sparse.selection.statistics import FIXED_FIELDS
@@ -368,16 +369,20 @@ def test_a_worker_stays_while_rank_0_waits_for_others():
 
 
 @on_workers(1)
-def test_an_exception_from_before_the_training_does_not_shorten_a_save():
+def test_saving_waits_less_for_workers_that_may_be_missing():
     try:
         raise ValueError
     except ValueError:
         barrier = SaveBarrier(Workers(None, 0, 1))
-        assert patience_of(None, error_before=barrier.error_before) == 300
+        assert barrier.patience(None) == 300
         try:
             raise KeyError
         except KeyError:
-            assert patience_of(None, error_before=barrier.error_before) == 15
+            assert barrier.patience(None) == 15
+    assert barrier.patience(None) == 300  # training has gone on after the exception
+    timeouts = (None, timedelta(seconds=40), timedelta(seconds=3))
+    assert [barrier.patience(timeout) for timeout in timeouts] == [300, 40, 3]
+    assert [barrier.patience(timeout, is_exchanging=True) for timeout in timeouts] == [15, 15, 3]
 
 
 def test_works_after_a_failed_one_are_kept():

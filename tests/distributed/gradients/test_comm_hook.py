@@ -107,6 +107,7 @@ def test_register_comm_hook_rejects_unsuitable_modules_and_options():
         reduced = DistributedDataParallel(torch.nn.Linear(2, 2))
     for kind, message, module, sparsifier, options in (
         (TypeError, "Expected a torch.nn.parallel.DistributedDataParallel module, got Linear", plain, fixed, {}),
+        (TypeError, "Expected a torch.nn.parallel.DistributedDataParallel module, got NoneType", None, fixed, {}),
         (TypeError, "Expected a sparsifier such as HardThreshold", ddp, 0.1, {}),
         (TypeError, "Invalid grad_scaler='x'. Must be a torch.amp.GradScaler", ddp, fixed, {"grad_scaler": "x"}),
         (TypeError, "Invalid options=Drift.* Must be GradientOptions", ddp, fixed, {"options": DriftOptions()}),

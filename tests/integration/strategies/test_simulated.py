@@ -21,7 +21,6 @@ from lightning_sparse import (
     GaussianK,
     HardThreshold,
     RandomK,
-    Selection,
     SimulatedWorkersStrategy,
     SparseDDPStrategy,
     Sparsifier,
@@ -548,21 +547,6 @@ def test_hooks_and_monitors_see_all_workers_and_only_rank_0_prints() -> None:
     trainer.fit(module, data(60, 3))
     assert trainer.global_step == 3
     assert not trainer.strategy.state.last_step.layers  # without the monitor
-
-
-class RandomSelector(Sparsifier):
-    """Selects at random with torch's global generator."""
-
-    def select(self, compensated: Tensor, layout: Any) -> Selection:
-        indices = (torch.rand(compensated.numel()) < 0.1).nonzero().squeeze(1)
-        return Selection(indices, compensated[indices])
-
-
-@on_workers(1, process_group=False)
-def test_a_sparsifier_with_global_random_numbers_causes_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"the sparsifier draws torch's random numbers.* in begin_step") as caught:
-        quiet_trainer(SimulatedWorkersStrategy(RandomSelector(), 2)).fit(Classifier(), data())
-    assert sum("random numbers" in str(warning.message) for warning in caught) == 1
 
 
 class OwnTransfer(Classifier):

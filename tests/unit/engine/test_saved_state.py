@@ -1,14 +1,12 @@
-"""Saved state: copies share no memory, changes by hooks apply, and saving has a timeout."""
+"""Saved state: copies share no memory, and changes by hooks apply."""
 
 from collections import OrderedDict
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_sparse.engine.snapshot import copied
-from lightning_sparse.exchange.save_barrier import patience_of
 from lightning_sparse.strategies.sparse_strategy import _own_state
 
 
@@ -42,9 +40,3 @@ def test_a_worker_keeps_its_own_optimizer_state_except_what_a_hook_has_changed(s
     kept = _own_state(loaded, saved, {"state": "own", "param_groups": "own"})
     expected = {0: state} if is_changed else "own"
     assert kept == {"state": expected, "param_groups": "own", "added by a hook": 1}
-
-
-def test_saving_waits_less_for_workers_that_may_be_missing():
-    timeouts = (None, timedelta(seconds=40), timedelta(seconds=3))
-    assert [patience_of(timeout) for timeout in timeouts] == [300, 40, 3]
-    assert [patience_of(timeout, is_exchanging=True) for timeout in timeouts] == [15, 15, 3]
