@@ -21,7 +21,6 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        require_replaceable(Path(path), may_be_folder=False)
         part = part_of(Path(path))
         try:
             super().save_checkpoint(checkpoint, part, storage_options)
@@ -35,14 +34,11 @@ def part_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def require_replaceable(path: Path, *, may_be_folder: bool = True) -> None:
-    """Raise IsADirectoryError for a folder that is neither empty nor a checkpoint.
-
-    Without ``may_be_folder``, raise for any folder.
-    """
+def require_replaceable(path: Path) -> None:
+    """Raise IsADirectoryError for a folder that is neither empty nor a checkpoint."""
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     is_checkpoint = any(name == "meta.pt" or name.endswith(".distcp") for name in names)
-    if (names and not is_checkpoint) or (path.is_dir() and not may_be_folder):
+    if names and not is_checkpoint:
         raise IsADirectoryError(f"Cannot save {str(path)!r}: a folder has this name. Remove it, or save elsewhere.")
 
 

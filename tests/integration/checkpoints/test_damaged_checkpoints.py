@@ -1,6 +1,7 @@
 """Incomplete checkpoints raise an error before training, and a failed save leaves the old checkpoint."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_all_ranks_reject_a_file_that_is_cut_off_or_of_a_newer_version(make: Any
 
 
 def test_a_file_does_not_replace_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="a folder has this name"):
+    with pytest.raises(IsADirectoryError, match=re.escape(str(tmp_path))):
         WholeFileCheckpointIO().save_checkpoint({}, tmp_path)
     assert not [*tmp_path.parent.glob(".*.part")]
 
