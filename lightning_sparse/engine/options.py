@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.wire import DTYPES, MAX_GRID_STEPS, ValueDtype
-from lightning_sparse.sparsifiers.checks import is_number, require_count, require_flag, require_word
+from lightning_sparse.sparsifiers.checks import is_number, require_count, require_flag, require_link, require_word
 from lightning_sparse.sparsifiers.hard_threshold import HardThreshold
 from lightning_sparse.sparsifiers.protocol import Sparsifier, describe
 
@@ -70,12 +70,8 @@ class ExchangeOptions:
     def __post_init__(self) -> None:
         require_word("value_dtype", self.value_dtype, get_args(ValueDtype))
         require_word("exchange", self.exchange, get_args(ExchangeMode))
-        link = self.link_gbit_s
-        if link is not None and not (is_number(link) and 1e-6 <= link <= 1e6):
-            raise ValueError(
-                f"Invalid link_gbit_s={link!r}. Must be a worker's link in Gbit/s, within 1e-6 and 1e6, for example "
-                "10; or None."
-            )
+        if self.link_gbit_s is not None:
+            require_link(self.link_gbit_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,14 @@ from torch import nn
 
 from lightning_sparse.exchange.routes.cost_model import Costs, Route, speeds
 from lightning_sparse.exchange.wire import DTYPES, ValueDtype
-from lightning_sparse.sparsifiers.checks import is_number, require_count, require_density, require_flag, require_word
+from lightning_sparse.sparsifiers.checks import (
+    is_number,
+    require_count,
+    require_density,
+    require_flag,
+    require_link,
+    require_word,
+)
 
 DENSITIES = [digits * 10.0**power for power in range(-8, -1) for digits in range(10, 100)]
 """Densities with two digits, ascending."""
@@ -112,8 +119,7 @@ def estimate(
         (0.63, 0.023, 8)
     """
     require_count("num_workers", num_workers, least=2, instead=": a single worker exchanges nothing")
-    if not is_number(link_gbit_s) or not 0 < link_gbit_s < inf:
-        raise ValueError(f"Invalid {link_gbit_s=}. Must be above 0 and finite, in Gbit/s.")
+    require_link(link_gbit_s)
     if isinstance(model, bool) or not isinstance(model, (int, nn.Module)):
         raise TypeError(f"Invalid {model=}. Must be a module or the number of its parameters.")
     if isinstance(model, nn.Module) and any(map(nn.parameter.is_lazy, model.parameters())):

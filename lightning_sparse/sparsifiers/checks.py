@@ -31,6 +31,14 @@ def require_density(density: float, example: str, name: str = "density") -> None
         raise ValueError(f"Invalid {name}={density!r}. Must be within (0, 1]; for example 0.001 sends {example}.")
 
 
+def require_link(link_gbit_s: object) -> None:
+    """Raise ValueError unless this is a usable rate in Gbit/s."""
+    if not (is_number(link_gbit_s) and 1e-6 <= link_gbit_s <= 1e6):  # type: ignore[operator]
+        raise ValueError(
+            f"Invalid {link_gbit_s=}. Must be a worker's link in Gbit/s, within 1e-6 and 1e6, for example 10."
+        )
+
+
 def require_word(name: str, value: Any, allowed: Sequence[str | None]) -> None:
     """Raise ValueError unless an option's value is one of the allowed ones."""
     if value not in allowed:

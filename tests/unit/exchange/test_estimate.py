@@ -83,7 +83,7 @@ def test_an_estimate_prints_a_verdict():
             {"num_workers": 1},
             "Invalid num_workers=1. Must be a whole number of at least 2: a single worker exchanges nothing",
         ),
-        ({"link_gbit_s": 0}, "Invalid link_gbit_s=0. Must be above 0"),
+        ({"link_gbit_s": 0}, "Invalid link_gbit_s=0. Must be a worker's link in Gbit/s, within 1e-6 and 1e6"),
         ({"link_gbit_s": "1gbit"}, "Invalid link_gbit_s='1gbit'"),
         ({"density": 0.0}, "Invalid density=0.0"),
         ({"value_dtype": "half"}, "Invalid value_dtype='half'. Must be one of 'float32'"),
