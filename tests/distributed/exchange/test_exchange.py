@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -370,9 +371,13 @@ def test_a_worker_stays_while_rank_0_waits_for_others():
 
 @on_workers(1)
 def test_saving_waits_less_for_workers_that_may_be_missing():
+    class EarlierError(Exception):
+        pass
+
     try:
-        raise ValueError
-    except ValueError:
+        raise EarlierError
+    except EarlierError as error:
+        earlier = weakref.ref(error)
         barrier = SaveBarrier(Workers(None, 0, 1))
         assert barrier.patience(None) == 300
         try:
@@ -380,6 +385,7 @@ def test_saving_waits_less_for_workers_that_may_be_missing():
         except KeyError:
             assert barrier.patience(None) == 15
     assert barrier.patience(None) == 300  # training has gone on after the exception
+    assert earlier() is None  # it would keep the memory of a failed fit
     timeouts = (None, timedelta(seconds=40), timedelta(seconds=3))
     assert [barrier.patience(timeout) for timeout in timeouts] == [300, 40, 3]
     assert [barrier.patience(timeout, is_exchanging=True) for timeout in timeouts] == [15, 15, 3]

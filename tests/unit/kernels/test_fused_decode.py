@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse.exchange.payload import CAPACITY_STEP, PayloadFormat
-from lightning_sparse.exchange.routes.adding import TILE, decode
+from lightning_sparse.exchange.routes.adding import TILE, decode, divide
 from lightning_sparse.exchange.wire import Wire
 from tests.unit.buckets import payloads_of, selections
 from tests.unit.kernels.test_fused_threshold import (
@@ -98,3 +98,12 @@ def test_decoding_equals_a_loop_for_random_payloads(data):
     wire = data.draw(st.sampled_from(WIRES))
     chosen = selections(size, counts, wire=wire, seed=data.draw(st.integers(0, 99)))
     check(size, chosen, wire=wire, capacity=data.draw(st.integers(0, 220)))
+
+
+@on_device
+@pytest.mark.parametrize("num_workers", [3, 7])
+def test_sums_are_divided_as_on_a_cpu(num_workers):
+    sums = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    divided = guarded(sums)
+    divide(divided, num_workers)
+    same_bits(divided, sums / num_workers)
