@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch.distributed.tensor import DTensor
 
 LONGEST_WAIT = 5.0
 """Seconds to poll for the store. Afterwards torch itself reports that no process serves it."""
@@ -100,6 +101,8 @@ def _answer(call: Call) -> None:
         Path(f"{call.folder}/{rank}.result").write_bytes(pickle.dumps(call.function(*call.args)))
         if dist.is_initialized() and (call.process_group or not call.is_last):
             dist.destroy_process_group()
+            # It holds meshes of destroyed groups. torch 2.8 would use them for later meshes of equal shape.
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     except BaseException:
         Path(f"{call.folder}/{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)
