@@ -20,7 +20,7 @@ MAX_POINTS = 200
 
 def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> Figure:
     """Return a picture of the metric against the bytes sent: means, and standard deviations as bars."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(8.5, 4.8), layout="constrained")
     axes = figure.subplots()
     names = list(dict.fromkeys(variant.name for variant in outcomes))
     for number, name in enumerate(names):
@@ -42,7 +42,7 @@ def draw_volume(outcomes: Mapping[Variant, Sequence[Outcome]], metric: str) -> F
     axes.set_ylabel(metric)
     axes.set_yscale(_scale([fmean([run.metric for run in runs]) for runs in outcomes.values()]))
     finish(axes)
-    figure.legend(loc="outside right upper", frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return figure
 
 

@@ -1,6 +1,7 @@
 """The recipe for 94 % on CIFAR-10: its network, its images, its runs."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightning_sparse import Dense, HardThreshold, SimulatedWorkersStrategy, SparseDDPStrategy
+from recipes.cifar10_94 import table
 from recipes.cifar10_94.data import ShortTrainingDataModule
 from recipes.cifar10_94.model import ShiftNorm, ShortTrainingClassifier, Whitening
 from recipes.resnet18_cifar10.data import CIFARDataModule
@@ -71,6 +73,13 @@ def test_simulated_workers_equal_processes(sparsifier):
     [simulated] = run_workers(_fit, 1, 2, sparsifier, process_group=False)
     first, _ = run_workers(_fit, 2, 0, sparsifier, process_group=False)
     assert_equal(simulated, first)
+
+
+def test_the_readme_has_the_table_of_the_kept_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["table", f"--picture={tmp_path / 'volume.png'}"])
+    table.main()
+    assert capsys.readouterr().out in Path(table.__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert (tmp_path / "volume.png").stat().st_size > 10_000
 
 
 def test_whitening_decorrelates_patches():
