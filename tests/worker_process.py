@@ -101,7 +101,7 @@ def _answer(call: Call) -> None:
         Path(f"{call.folder}/{rank}.result").write_bytes(pickle.dumps(call.function(*call.args)))
         if dist.is_initialized() and (call.process_group or not call.is_last):
             dist.destroy_process_group()
-            # It holds meshes of destroyed groups. torch 2.8 would use them for later meshes of equal shape.
+            # Its cache holds meshes of destroyed groups, which torch 2.8 would use for later meshes of equal shape.
             DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     except BaseException:
         Path(f"{call.folder}/{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")

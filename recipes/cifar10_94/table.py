@@ -18,7 +18,7 @@ from recipes.compare.variants import Variant
 VOLUMES = re.compile(r", ([\d.]+( and [\d.]+)? %|rank \d)")
 """The part of a variant's label that determines its bytes."""
 MIN_SEEDS = 3
-"""Of a variant in the picture, and with standard errors in the table."""
+"""The smallest number of seeds of a variant in the picture, and of a row with standard errors."""
 HEAD = ("method", "learning rate", "seeds", "test accuracy, last epoch", "loss", "from dense", "times fewer bytes")
 Run = dict[str, str]
 
@@ -49,13 +49,11 @@ def read_runs() -> dict[tuple[str, str], list[Run]]:
 
 
 def best_rates(groups: dict[tuple[str, str], list[Run]]) -> dict[str, list[Run]]:
-    """Return each variant's runs with the learning rate that has most seeds and, of these, the smallest mean loss."""
+    """Return each variant's runs at its best learning rate: the one with most seeds, then with the smallest loss."""
     best: dict[str, list[Run]] = {}
-    for (variant, _), runs in groups.items():
-        ranks = [(-len(candidate), fmean(_losses(candidate))) for candidate in (runs, best.get(variant, []) or runs)]
-        if ranks[0] <= ranks[1]:
-            best[variant] = runs
-    return best
+    for (variant, _), runs in sorted(groups.items(), key=lambda group: (-len(group[1]), fmean(_losses(group[1])))):
+        best.setdefault(variant, runs)
+    return {variant: best[variant] for variant, _ in groups}
 
 
 def make_table(groups: dict[tuple[str, str], list[Run]]) -> list[str]:
