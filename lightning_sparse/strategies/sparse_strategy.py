@@ -101,6 +101,13 @@ class SparseStrategy(TakesOptions):
         if state.step_observer is not None:
             state.step_observer.on_step = weak_method(self._after_any_step)
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, as of a Trainer after fit, is like a new strategy: an averager belongs to its process and group.
+        of_fit = {"step_log", "_advice"}
+        kept = {name: value for name, value in super().__getstate__().items() if name not in of_fit}
+        return kept | {"state": None, "averagers": []}
+
     # Steps.
 
     @contextmanager

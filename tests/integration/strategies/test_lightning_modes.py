@@ -1,5 +1,6 @@
 """Precisions, options and logs of the strategy; ``tests/integration/programs`` has the modes of a Trainer."""
 
+import copy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -199,6 +200,18 @@ def test_a_second_fit_calibrates_anew() -> None:
         assert of_fit[1] > 0
     # The first fit has trained the model, which changes the scale of its gradients.
     assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("kind", ["ddp_hardthreshold", "local_hardthreshold"])
+@on_workers(1, process_group=False)
+def test_a_copy_of_a_trainer_after_fit_can_fit_again(kind: str) -> None:
+    trainer = quiet_trainer(kind)
+    trainer.fit(Classifier(), data())
+    copied = copy.deepcopy(trainer)
+    assert copied.strategy.state is None
+    copied.fit_loop.epoch_loop.max_steps = 6
+    copied.fit(Classifier(), data())
+    assert copied.global_step == 6
 
 
 @on_workers(2, process_group=False)
