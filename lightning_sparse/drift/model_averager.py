@@ -46,7 +46,8 @@ class SparseModelAverager(Averager):
     """Local training with a sparse exchange of drifts.
 
     The module must *not* be wrapped in DistributedDataParallel. Call `step` after every optimizer step, on all workers,
-    even if a worker skipped its own step.
+    even if a worker skipped its own step. With several optimizers, call it once after all have stepped: it changes all
+    weights, which a backward of another loss may still need.
 
     Example::
 

@@ -90,11 +90,11 @@ class ParameterStepObserver(StepObserver):
     Attributes:
         on_begin: a strategy's function, called before each step with optimizer and arguments; may return other
             arguments.
-        on_step: a strategy's function, called after each step.
+        on_step: a strategy's function, called after each step with the optimizer.
     """
 
     on_begin: Callable[[Optimizer, Arguments], Arguments | None] | None = None
-    on_step: Callable[[], None] | None = None
+    on_step: Callable[[Optimizer], None] | None = None
 
     def __init__(self, observed: Iterable[Tensor], page: str) -> None:
         self._ids = set(map(id, observed))
@@ -141,7 +141,7 @@ class ParameterStepObserver(StepObserver):
     def _end(self, optimizer: Optimizer) -> None:
         self._after(optimizer)
         if self.on_step is not None:
-            self.on_step()
+            self.on_step(optimizer)
 
 
 def remove_hooks(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:

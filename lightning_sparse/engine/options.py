@@ -101,7 +101,8 @@ class DriftOptions(ExchangeOptions):
     """Options of the exchange of drifts, added to `ExchangeOptions`.
 
     Args:
-        every_n_steps: optimizer steps (of all optimizers together) per exchange, at least 1.
+        every_n_steps: optimizer steps per exchange, at least 1. If a ``training_step`` has several optimizers, their
+            steps together count as one.
         keep_drift: True keeps unsent values e_i in each worker's weights: θ_i = x − e_i. False resets every worker to
             the anchor after each exchange, θ_i = x, and stores unsent values e_i separately (SparseLoCo: Sarfi et al.,
             *Communication efficient LLM pre-training with SparseLoCo*, 2025, arXiv:2508.15706).

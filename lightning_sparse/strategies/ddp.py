@@ -110,6 +110,17 @@ class SparseDDPStrategy(SparseStrategy, DDPStrategy):
             self.state.pending_gradients.backward_has_ended()
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        of_torch = exception.args
+        super().on_exception(exception)
+        if exception.args != of_torch:  # Lightning advises its own strategy, which would send all gradients
+            exception.args = (
+                "The loss does not depend on all parameters. If this is intended, set find_unused_parameters=True: "
+                f"strategy={type(self).__name__}(find_unused_parameters=True, …), or a name such as "
+                "'ddp_hardthreshold_find_unused_parameters_true'.",
+            )
+
+    @override
     def teardown(self) -> None:
         if self.state is not None:
             self.state.close()

@@ -65,9 +65,9 @@ class SparseHSDPStrategy(ReplicaStrategy):
         return loss
 
     @override
-    def _after_step(self) -> None:
+    def _after_step(self, stepped: Any) -> None:
         self._awaits_step = False
-        super()._after_step()
+        super()._after_step(stepped)
 
     def _before_any_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         if self._ignores_steps:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from typing_extensions import override
@@ -23,7 +24,12 @@ from lightning_sparse.strategies.sparse_strategy import SparseStrategy
 
 
 class LocalTraining(SparseStrategy):
-    """Steps the averager after every optimizer step, and uses the mean of all workers' weights outside training."""
+    """Steps the averager after optimizer steps, and uses the mean of all workers' weights outside training.
+
+    In manual optimization with several optimizers, as in a GAN, the averager steps once each of them has stepped, at
+    the latest at the end of ``training_step``. An exchange writes all weights, and backwards that follow may need the
+    weights of optimizers that have not stepped.
+    """
 
     state: SparseModelAverager | None
     _options_class: ClassVar[type] = DriftOptions
@@ -35,12 +41,30 @@ class LocalTraining(SparseStrategy):
     def __init__(self, sparsifier: Sparsifier, **kwargs: Any) -> None:
         self._options = self._make_options(DriftOptions, kwargs)
         super().__init__(sparsifier, **kwargs)
+        self._waits_for_all = False  # whether the averager steps only after all optimizers
+        self._stepped: list[Any] = []  # the optimizers since its last step
 
     @override
-    def _after_step(self) -> None:
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._stepped = []
+        self._waits_for_all = not self._module.automatic_optimization and len(self.optimizers) > 1
+        try:
+            output = super().training_step(*args, **kwargs)
+        finally:
+            self._waits_for_all = False
+        if self._stepped:
+            self._after_step(self._stepped[-1])
+        return output
+
+    @override
+    def _after_step(self, stepped: Any) -> None:
         assert self.state is not None
+        self._stepped.append(stepped)
+        if self._waits_for_all and not {*map(id, self.optimizers)} <= {*map(id, self._stepped)}:
+            return
+        self._stepped = []
         self.state.step()
-        super()._after_step()
+        super()._after_step(stepped)
 
     @property
     def _shared(self) -> SharedWeights | None:

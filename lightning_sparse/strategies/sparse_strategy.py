@@ -123,16 +123,16 @@ class SparseStrategy(TakesOptions):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self._ignoring_steps():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._after_step()
+        self._after_step(optimizer)
         return output
 
-    def _after_any_step(self, *_: Any) -> None:
+    def _after_any_step(self, stepped: Any) -> None:
         # Steps can bypass the strategy: self.optimizers(use_pl_optimizer=False) returns torch's own optimizers.
         if not self._ignores_steps:
-            self._after_step()
+            self._after_step(stepped)
 
-    def _after_step(self) -> None:
-        """Log the exchanges of an optimizer step."""
+    def _after_step(self, stepped: Any) -> None:
+        """Log the exchanges of an optimizer step; ``stepped`` is the optimizer, or the names of its parameters."""
         self.step_log.write(self.lightning_module, self.state)
 
     @override

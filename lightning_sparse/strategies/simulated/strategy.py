@@ -239,10 +239,10 @@ class SimulatedWorkersStrategy(SparseStrategy, SingleDeviceStrategy):
         return super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
 
     @override
-    def _after_step(self) -> None:
+    def _after_step(self, stepped: Any) -> None:
         assert self.workers is not None
         self.workers.commit()
-        super()._after_step()
+        super()._after_step(stepped)
 
     def _exchange(self) -> None:
         assert self.workers is not None

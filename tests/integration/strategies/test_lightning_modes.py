@@ -185,6 +185,18 @@ def test_evaluation_needs_no_hook() -> None:
         assert all((parameter.grad is not None) == (stage == "validate") for parameter in model.parameters())
 
 
+class WithUnusedLayer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(2, 2)
+
+
+@on_workers(2, process_group=False)
+def test_an_unused_layer_causes_advice_that_keeps_the_strategy() -> None:
+    with pytest.raises(RuntimeError, match=r"set find_unused_parameters=True: strategy=DDPHardThresholdStrategy\("):
+        quiet_trainer("ddp_hardthreshold").fit(WithUnusedLayer(), data())
+
+
 @on_workers(2, process_group=False)
 def test_a_second_fit_calibrates_anew() -> None:
     model, recorder = Classifier(), Recorder()

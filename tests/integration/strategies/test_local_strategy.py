@@ -91,13 +91,77 @@ def test_threshold_zero_with_sgd_equals_ddp(options: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 if "precision" in options else 1e-6)
 
 
+class Players(TwoPlayers):
+    """Steps with two optimizers in different orders.
+
+    Args:
+        order: the steps of a batch: "G" and "J" compute the loss of generator or judge, backward and step. "losses
+            first" and "shared graph" have backwards that need weights from before the other player's step.
+    """
+
+    def __init__(self, order: str) -> None:
+        super().__init__(toggles=False)
+        self.order = order
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator, judge = self.optimizers()
+        if self.order == "losses first":
+            losses = [(generator, self.generator_loss(batch[0])), (judge, self.judge_loss(batch[0]))]
+            for optimizer, loss in losses:
+                self._step(optimizer, loss)
+        elif self.order == "shared graph":
+            fake = self.generator(batch[0])
+            self._step(judge, self.judge(fake.detach()).square().mean())
+            self._step(generator, (self.judge(fake) - 1).square().mean())
+        elif self.order == "every other batch":
+            self._steps("GJ"[batch_idx % 2], batch)
+        elif not self.order.endswith("in a hook"):
+            self._steps(self.order, batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        if self.order.endswith("in a hook"):
+            self._steps(self.order[:2], batch)
+
+    def _steps(self, players: str, batch: list[Tensor]) -> None:
+        generator, judge = self.optimizers()
+        for player in players:
+            if player == "G":
+                self._step(generator, self.generator_loss(batch[0]))
+            else:
+                self._step(judge, self.judge_loss(batch[0]))
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("order", "exchanges", "equals_ddp"),
+    [
+        ("losses first", 1, True),
+        ("shared graph", 1, False),
+        ("every other batch", 1, True),
+        ("GJ", 1, False),
+        ("GJGJ", 2, False),
+        ("JJJG", 1, False),
+        ("GJ in a hook", 2, True),
+    ],
+)
 @on_workers(2, process_group=False)
-def test_several_optimizers_and_manual_optimization() -> None:
-    trainer, model = local_trainer(every_n_steps=2, max_steps=12), TwoPlayers()
-    trainer.fit(model, data())
-    assert trainer.global_step == 12
-    assert trainer.strategy.state.last_step.step == 5
-    assert_equal(*of_all_workers(clones(model.named_parameters())))
+def test_several_optimizers(order: str, exchanges: int, equals_ddp: bool) -> None:
+    models, batches = [Players(order), Players(order)], 2
+    for model, strategy in zip(
+        models, ("ddp_find_unused_parameters_true", LocalHardThresholdStrategy(threshold=0.0)), strict=True
+    ):
+        trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=1, limit_train_batches=batches)
+        trainer.fit(model, data())
+    assert trainer.strategy.state.last_step.step + 1 == trainer.strategy.state.num_steps == exchanges * batches
+    expected, found = (clones(model.named_parameters()) for model in models)
+    assert_equal(*of_all_workers(found))
+    # In the other orders, a player's gradient depends on the other player's step, which is not averaged yet.
+    if equals_ddp:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 # Validation, logs and checkpoints.
