@@ -103,10 +103,11 @@ class SparseStrategy(TakesOptions):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, as of a Trainer after fit, is like a new strategy: an averager belongs to its process and group.
+        # A copy, as of a callback with its Trainer, is like a new strategy: an averager belongs to its process and
+        # group, and DDP's module refers to it.
         of_fit = {"step_log", "_advice"}
         kept = {name: value for name, value in super().__getstate__().items() if name not in of_fit}
-        return kept | {"state": None, "averagers": []}
+        return kept | {"state": None, "averagers": [], "_model": self._lightning_module}
 
     # Steps.
 
