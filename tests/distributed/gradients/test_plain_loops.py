@@ -141,9 +141,9 @@ def test_a_loop_gets_a_single_message_about_its_mistake() -> None:
 
 
 def test_an_optimizers_step_counts_after_that_of_another_has_failed() -> None:
-    weight, steps = nn.Parameter(torch.ones(1)), list[int]()
+    weight, steps = nn.Parameter(torch.ones(1)), list[torch.optim.Optimizer]()
     observer = DriftStepObserver([weight], SimpleNamespace(is_loaded=False))
-    observer.on_step = lambda: steps.append(1)
+    observer.on_step = steps.append
     failed, other = (torch.optim.SGD([weight]) for _ in range(2))
     weight.register_post_accumulate_grad_hook(lambda _: other.step())
     for count, step in enumerate([other.step, failed.step, OptimizerWrapper(failed).step, weight.sum().backward], 1):
