@@ -47,7 +47,9 @@ def test_sending_everything_equals_torchs_hsdp(name: str) -> None:
         torch.testing.assert_close(ours, native, rtol=0, atol=atol)
         if name == "weights in bfloat16":  # rounding dominates: compares the distances from exact training
             assert distance(drifting, weights["plain"][-1]) < 1.5 * distance(native, weights["plain"][-1])
-        elif not name.startswith("clipping"):  # each replica clips its own gradient
+        # Each replica clips its own gradient. The second optimizer's gradient follows the first one's step, which is
+        # not averaged yet; test_several_optimizers in test_local_strategy.py has orders that equal DDP.
+        elif not name.startswith(("clipping", "two optimizers")):
             # SGD with momentum is linear in the gradients, so averaging weights equals averaging gradients.
             torch.testing.assert_close(drifting, native, rtol=0, atol=atol)
 
