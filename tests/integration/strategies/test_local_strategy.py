@@ -137,26 +137,27 @@ class Players(TwoPlayers):
 
 
 @pytest.mark.parametrize(
-    ("order", "exchanges", "equals_ddp"),
+    ("order", "steps_per_batch", "every_n_steps", "equals_ddp"),
     [
-        ("losses first", 1, True),
-        ("shared graph", 1, False),
-        ("every other batch", 1, True),
-        ("GJ", 1, False),
-        ("GJGJ", 2, False),
-        ("JJJG", 1, False),
-        ("GJ in a hook", 2, True),
+        ("losses first", 1, 1, True),
+        ("shared graph", 1, 1, False),
+        ("every other batch", 1, 1, True),
+        ("GJ", 1, 1, False),
+        ("GJ", 1, 2, False),
+        ("GJGJ", 2, 1, False),
+        ("GJGJ", 2, 2, False),
+        ("JJJG", 1, 1, False),
+        ("GJ in a hook", 2, 1, True),
     ],
 )
 @on_workers(2, process_group=False)
-def test_several_optimizers(order: str, exchanges: int, equals_ddp: bool) -> None:
+def test_several_optimizers(order: str, steps_per_batch: int, every_n_steps: int, equals_ddp: bool) -> None:
     models, batches = [Players(order), Players(order)], 2
-    for model, strategy in zip(
-        models, ("ddp_find_unused_parameters_true", LocalHardThresholdStrategy(threshold=0.0)), strict=True
-    ):
+    local = LocalHardThresholdStrategy(threshold=0.0, every_n_steps=every_n_steps)
+    for model, strategy in zip(models, ("ddp_find_unused_parameters_true", local), strict=True):
         trainer = quiet_trainer(strategy, max_steps=-1, max_epochs=1, limit_train_batches=batches)
         trainer.fit(model, data())
-    assert trainer.strategy.state.last_step.step + 1 == trainer.strategy.state.num_steps == exchanges * batches
+    assert (local.state.last_step.step + 1) * every_n_steps == local.state.num_steps == steps_per_batch * batches
     expected, found = (clones(model.named_parameters()) for model in models)
     assert_equal(*of_all_workers(found))
     # In the other orders, a player's gradient depends on the other player's step, which is not averaged yet.
