@@ -183,8 +183,7 @@ class SparseModelAverager(Averager):
             raise RuntimeError(self.exchange.why_closed)
         if self.shared.is_loaded:
             raise RuntimeError(LOST_STEP)
-        if self.is_exchanging:
-            raise RuntimeError("An exception interrupted an exchange of drifts. Call load_state_dict() or reset().")
+        self.require_finished()
         self.step_observer.averager_stepped()
         self.num_steps += 1
         if self.num_steps % self.options.every_n_steps == 0:

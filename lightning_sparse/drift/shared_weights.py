@@ -89,7 +89,7 @@ class SharedWeights:
         """Return means of all workers' weights and differing other tensors by name. Collective."""
         untrained = self._exchange.untrained
         untrained.register_new()
-        compared = untrained.floating(only_buffers=False)
+        compared = untrained.tensors(only_buffers=False)
         prints = fingerprints([*compared.values()]).view(-1, 2).tolist()
         of_workers = gather_objects(dict(zip(compared, prints, strict=True)), workers.group)
         # A new buffer may be on one worker only.

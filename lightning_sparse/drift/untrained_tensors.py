@@ -21,13 +21,13 @@ class UntrainedTensors:
 
     So constants keep their bits, and workers share statistics (batch norm) or a target network (a moving average of
     weights) that each worker computes from its own weights. Only tensors with equal sizes on all workers are averaged.
-    Integer and boolean tensors stay local to each worker.
+    Integers and booleans become those of rank 0.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._prints_at_set_up: dict[str, list[float]] = {}
-        self._floating: dict[str, bool] = {}  # whether a name is a buffer's
+        self._is_buffer: dict[str, bool] = {}  # by name; else a frozen parameter
         self.register_new(is_set_up=True)
 
     def register_new(self, *, is_set_up: bool = False) -> None:
@@ -41,12 +41,11 @@ class UntrainedTensors:
             if name not in ignored and name not in known:
                 # A new tensor counts as changed since set-up, so that checkpoints contain it for every worker.
                 known[name] = fingerprints([local(tensor)]).tolist() if is_set_up else []
-                if tensor.is_floating_point() or tensor.is_complex():
-                    self._floating[name] = name in buffers
+                self._is_buffer[name] = name in buffers
 
-    def floating(self, *, only_buffers: bool) -> dict[str, Tensor]:
-        """Return floating-point buffers by name, and frozen parameters unless ``only_buffers``."""
-        return self._tensors([name for name, is_buffer in self._floating.items() if is_buffer or not only_buffers])
+    def tensors(self, *, only_buffers: bool) -> dict[str, Tensor]:
+        """Return buffers by name, and frozen parameters unless ``only_buffers``."""
+        return self._tensors([name for name, is_buffer in self._is_buffer.items() if is_buffer or not only_buffers])
 
     def changed(self, workers: Workers | None = None) -> dict[str, Tensor]:
         """Return by name the tensors of any dtype that have changed since set-up.

@@ -165,6 +165,17 @@ class Averager:
         self.residuals.load_state_dict({})
         self._engine.reset()
 
+    def require_finished(self) -> None:
+        """Raise if an exception interrupted the last exchange, so that unsent values may be wrong.
+
+        Raises:
+            RuntimeError: the exchange did not finish.
+        """
+        if self.is_exchanging:
+            raise RuntimeError(
+                f"An exception interrupted an exchange of {self.kind}. Call load_state_dict() or reset()."
+            )
+
     @property
     def progress(self) -> object:
         """A value that is equal on all workers after the same number of steps."""

@@ -50,10 +50,10 @@ class Sharding:
         self.group = mesh.get_group()
         shards = {f"shard of {name}": f"{list(local(p).shape)}, {p.dtype}" for name, p in self.named.items()}
         with torch.accelerator.device_index(self.device.index):
-            # Compare the shards that replicas share, and report differences on all ranks.
-            different = {"shards that differ between replicas": list(differing(shards, self.group))}
-            require_agreement(parameter_settings(module) | settings | different)
             self.replica = replica_workers(self.group)
+            # Ranks of a replica hold different shards. Compare those between replicas, and report them on all ranks.
+            different = {name: shards[name] for name in differing(shards, self.group)}
+            require_agreement(parameter_settings(module) | settings | different)
         self.place = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
 
     def combine_shards(self, own: StepStats) -> StepStats:

@@ -133,11 +133,17 @@ class Workers:
         return self._make_pending(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace floating-point or complex tensors by their mean, the same bits on all workers. Collective."""
+        """Replace tensors by their mean, and integers and booleans by those of rank 0. Collective.
+
+        All workers get the same bits.
+        """
         if self.num_workers == 1:
             return
         filled = [*map(as_real, filter(Tensor.numel, tensors))]  # torch 2.8 loses empty shapes
-        for batch in _take_tensors(filled, MESSAGE_BYTES):  # type: ignore[no-untyped-call]
+        floating = [tensor for tensor in filled if tensor.is_floating_point()]
+        if len(floating) < len(filled):
+            self.broadcast([tensor for tensor in filled if not tensor.is_floating_point()])
+        for batch in _take_tensors(floating, MESSAGE_BYTES):  # type: ignore[no-untyped-call]
             flat = torch.cat([tensor.flatten() for tensor in batch])
             flat = flat if flat.dtype == torch.float64 else flat.float()
             self.all_reduce(flat).wait()

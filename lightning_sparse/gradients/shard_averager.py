@@ -128,15 +128,17 @@ class ShardGradientAverager(Averager):
             parameters: the parameters to exchange, such as those of one optimizer; None for all of the module.
 
         Raises:
-            RuntimeError: the exchange was closed, or only parameters that are not exchanged have gradients.
+            RuntimeError: the exchange was closed, the last one was interrupted, or only parameters that are not
+                exchanged have gradients.
         """
         if self._is_closed:
             raise RuntimeError("The exchange was closed, so gradients would differ between replicas. Make a new one.")
         if all(parameter.grad is None for parameter in self._parameters.values()):
             self.step_observer.require_exchanged()
+        self.require_finished()
         chosen = set(map(id, self._parameters.values() if parameters is None else parameters))
-        self.is_exchanging = True
         self._bucket_new()
+        self.is_exchanging = True
         self._engine.begin()
 
         def filled() -> Iterator[FlatBucket]:

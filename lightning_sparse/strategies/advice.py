@@ -85,7 +85,7 @@ class Advice:
                 "Prefer a dense one.",
                 "evidence/performance",
             )
-        elif times_sent < MIN_SENT:
+        if times_sent < MIN_SENT:
             self._report(
                 "short run",
                 f"steps × density is only {times_sent:.2g} ({_count(num_exchanges)} × {density:.3g}). "

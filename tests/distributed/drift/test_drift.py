@@ -347,6 +347,21 @@ def test_a_new_buffer_is_averaged_when_all_workers_have_it():
         assert not hasattr(model, "lazy") or model.lazy.item() == expected
 
 
+@on_workers(2)
+def test_integer_and_boolean_buffers_become_those_of_rank_0():
+    rank, model = dist.get_rank(), build_model()
+    own, expected = ({"count": torch.tensor([3, 5]) + of, "mask": torch.tensor([of == 0, True])} for of in (rank, 0))
+    averager = SparseModelAverager(model, HardThreshold(threshold=0.0))
+    for name, buffer in own.items():
+        model.register_buffer(name, buffer.clone())
+    averager.step()  # from now on, workers compare the new buffers
+    with averager.averaged_weights():
+        assert all(torch.equal(getattr(model, name), expected[name]) for name in expected)
+    assert all(torch.equal(getattr(model, name), own[name]) for name in own)
+    averager.step()
+    assert all(torch.equal(getattr(model, name), expected[name]) for name in expected)
+
+
 class Outer:
     """A callable object as a command line creates it from YAML, whose repr shows only an address."""
 

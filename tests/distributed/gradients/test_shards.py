@@ -1,6 +1,7 @@
 """Replicas of a model that FSDP2 shards against as many plain workers, each with the data of a replica."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from lightning_sparse import ExchangeOptions, HardThreshold, ShardGradientAverager, SparseModelAverager
 from lightning_sparse.engine import grouping
@@ -203,6 +205,10 @@ def test_averagers_of_shards_raise_on_misuse():
     crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
     with pytest.raises(RuntimeError, match=r"replicas of ascending ranks: .* \[\(0, 3\), \(1, 2\)\]"):
         ShardGradientAverager(sharded(build_network(), crossed["shard"]), sparsifier, group=crossed["replicate"])
+    other_dimension = nn.Linear(4, 4, bias=False)
+    fully_shard(other_dimension, mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(dist.get_rank() // 2 and 1))
+    with pytest.raises(RuntimeError, match=r"shard of weight: rank 0: '\[2, 4\], .* rank 2: '\[4, 2\]"):
+        ShardGradientAverager(other_dimension, sparsifier, group=mesh["replicate"])
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     exchange = ShardGradientAverager(model, sparsifier, group=alone["replicate"])
     sharded(model, alone["shard"])
@@ -212,6 +218,21 @@ def test_averagers_of_shards_raise_on_misuse():
     exchange.close()
     with pytest.raises(RuntimeError, match="The exchange was closed"):
         exchange.average_gradients()
+
+
+@on_workers(2)
+def test_an_interrupted_exchange_of_shards_does_not_count_gradients_twice():
+    mesh = build_mesh(2, 1)
+    model = sharded(build_network(), mesh["shard"])
+    exchange = ShardGradientAverager(model, HardThreshold(threshold=THRESHOLD), group=mesh["replicate"])
+    model(torch.ones(4, 6, dtype=torch.float64)).sum().backward()
+    with patch.object(exchange._engine, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        exchange.average_gradients()
+    with pytest.raises(RuntimeError, match="An exception interrupted an exchange of gradients"):
+        exchange.average_gradients()
+    exchange.reset()
+    exchange.average_gradients()
+    exchange.close()
 
 
 @on_workers(2, new=True)
