@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from lightning_sparse.checkpointing.content import FOLDER, OPTIMIZERS, SHARED, own_content, warn_of_incomplete
 from lightning_sparse.engine.averager import Averager
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel
+from lightning_sparse.engine.grouping import as_real, local, real_numel, residual_dtype
 from lightning_sparse.engine.snapshot import Snapshot, Tensors
 from lightning_sparse.exchange.sharded_tensors import own_part, read_folder, shapes_in_folder, sharded_like
 
@@ -161,7 +161,9 @@ def _own_tensors(source: SavedTensors, averager: Averager, *, is_same: bool) -> 
     for worker in workers:  # one after the other, because a GPU may not hold all
         for name, part in _parts(source, worker, "unsent", averager).items():
             totals[name] = totals[name].add_(part) if name in totals else part.double()
-    unsent = {name: (total / len(workers)).to(kept_dtype(averager.parameters[name])) for name, total in totals.items()}
+    unsent = {
+        name: (total / len(workers)).to(residual_dtype(averager.parameters[name])) for name, total in totals.items()
+    }
     return {"unsent": unsent, "weights": _parts(source, own, "weights", averager) if is_same else {}}
 
 
@@ -172,7 +174,7 @@ def _parts(source: SavedTensors, worker: str, kind: str, averager: Averager) -> 
     for name, parameter in averager.parameters.items():
         if name in shapes and shapes[name].numel() == real_numel(parameter):
             held = as_real(local(parameter))
-            dtype = held.dtype if kind == "weights" else kept_dtype(parameter)
+            dtype = held.dtype if kind == "weights" else residual_dtype(parameter)
             parts[name] = sharded_like(torch.empty(held.numel(), dtype=dtype, device=held.device), parameter)
     source.read(worker, kind, parts)
     return {name: local(part).flatten() for name, part in parts.items()}

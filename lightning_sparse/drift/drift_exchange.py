@@ -14,7 +14,7 @@ from lightning_sparse.drift.anchor import AnchorBucket, DriftBucket, load_outer,
 from lightning_sparse.drift.fingerprints import fingerprints
 from lightning_sparse.drift.untrained_tensors import UntrainedTensors, tensors_that_differ
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.grouping import bucketed, kept_dtype, local
+from lightning_sparse.engine.grouping import bucketed, local, residual_dtype
 from lightning_sparse.engine.options import DriftOptions
 from lightning_sparse.engine.snapshot import Tensors
 from lightning_sparse.exchange.agreement import ignored_names
@@ -214,7 +214,7 @@ class DriftExchange:
                     "A newer averager has the same weights, and the two would undo each other's work. Make only one "
                     "averager for a model, or call step() of the newest."
                 )
-        new = bucketed(AnchorBucket, parameters, len(self.buckets), kept_dtype)
+        new = bucketed(AnchorBucket, parameters, len(self.buckets), residual_dtype)
         self.buckets += new
         if self.options.outer_optimizer is not None:
             anchors = [part for bucket in new for part in bucket.parts.values()]

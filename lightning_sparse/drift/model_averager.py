@@ -30,7 +30,7 @@ from lightning_sparse.drift.step_observer import LOST_STEP, DriftStepObserver
 from lightning_sparse.drift.untrained_tensors import named_tensors
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.grouping import as_real, kept_dtype, local, real_numel, require_one_device
+from lightning_sparse.engine.grouping import as_real, local, real_numel, require_one_device, residual_dtype
 from lightning_sparse.engine.options import DriftOptions, checked, settings_of
 from lightning_sparse.engine.sharding import Resharded, Sharding, reshard
 from lightning_sparse.engine.snapshot import Snapshot
@@ -81,7 +81,7 @@ class SparseModelAverager(Averager):
         step_observer: observes optimizer steps on the module's parameters.
         device: the device of the module's first parameter.
         own_group: the process group in which drifts are exchanged.
-        exchange: holds the anchors and exchanges drifts.
+        drift_exchange: holds the anchors and exchanges drifts.
         shared: copies weights that all workers share into the module.
 
     Raises:
@@ -142,11 +142,11 @@ class SparseModelAverager(Averager):
             self.save_barrier = SaveBarrier(self.workers)
             ignored, tensors = ignored_names(module), named_tensors(module)
             self.workers.broadcast([local(tensor) for name, tensor in tensors.items() if name not in ignored])
-        empty = {name: local(weight).new_empty(0, dtype=kept_dtype(weight)) for name, weight in weights.items()}
+        empty = {name: local(weight).new_empty(0, dtype=residual_dtype(weight)) for name, weight in weights.items()}
         warm_up_steps(self._engine, empty)
-        self.exchange = DriftExchange(module, self._engine, self.options, self.replica)
-        self._parameters = self.exchange.anchored  # later also unfrozen ones
-        self.shared = SharedWeights(module, self.exchange, self.workers)
+        self.drift_exchange = DriftExchange(module, self._engine, self.options, self.replica)
+        self._parameters = self.drift_exchange.anchored  # later also unfrozen ones
+        self.shared = SharedWeights(module, self.drift_exchange, self.workers)
         self.num_steps = 0
         self.step_observer = DriftStepObserver(module.parameters(), self.shared)
 
@@ -157,11 +157,11 @@ class SparseModelAverager(Averager):
 
     def own_metrics(self) -> dict[str, float]:
         """Return metrics that are logged in addition to `StepStats`."""
-        return {"sparse/largest_drift": self.exchange.largest_drift} | super().own_metrics()
+        return {"sparse/largest_drift": self.drift_exchange.largest_drift} | super().own_metrics()
 
     def close(self) -> None:
         """Destroy the averager's groups."""
-        self.exchange.why_closed = (
+        self.drift_exchange.why_closed = (
             "The averager was closed, so later drifts would not be exchanged. Make a new averager."
         )
         self.step_observer.close()
@@ -179,8 +179,8 @@ class SparseModelAverager(Averager):
         """
         if self._sharded is not None:
             reshard(self._sharded)  # also without an exchange, so that later steps do not depend on saves
-        if self.exchange.why_closed is not None:
-            raise RuntimeError(self.exchange.why_closed)
+        if self.drift_exchange.why_closed is not None:
+            raise RuntimeError(self.drift_exchange.why_closed)
         if self.shared.is_loaded:
             raise RuntimeError(LOST_STEP)
         self.require_finished()
@@ -188,7 +188,7 @@ class SparseModelAverager(Averager):
         self.num_steps += 1
         if self.num_steps % self.options.every_n_steps == 0:
             self.is_exchanging = True
-            self.exchange.run()
+            self.drift_exchange.run()
             self.is_exchanging = False
 
     @contextmanager
@@ -215,10 +215,10 @@ class SparseModelAverager(Averager):
         Collective with ``workers``, which agree on the changed tensors.
         """
         snapshot = self._engine.snapshot()
-        snapshot.shared, numbers = self.exchange.state()
+        snapshot.shared, numbers = self.drift_exchange.state()
         unsent = snapshot.shared.pop("unsent", {})
         snapshot.numbers |= {"num_steps": self.num_steps} | numbers
-        saved = self.shared.weights() | self.exchange.untrained.changed(workers) | self.shared.own
+        saved = self.shared.weights() | self.drift_exchange.untrained.changed(workers) | self.shared.own
         parameters = self.parameters
         names = [name for name in parameters if name in saved]
         if workers is not None:  # a frozen shard may have changed only on another rank of the replica
@@ -240,10 +240,10 @@ class SparseModelAverager(Averager):
         """
         self._engine.restore(snapshot)
         self.num_steps = snapshot.numbers["num_steps"]
-        self.exchange.anchor_layout(snapshot.numbers["layout"])
+        self.drift_exchange.anchor_layout(snapshot.numbers["layout"])
         saved, unsent = snapshot.own.get("weights", {}), snapshot.own.get("unsent", {})
         tensors = snapshot.shared if self.options.keep_drift else snapshot.shared | {"unsent": unsent}
-        self.exchange.load(tensors, snapshot.numbers["outer"])
+        self.drift_exchange.load(tensors, snapshot.numbers["outer"])
         weights: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             part = local(parameter)
@@ -261,7 +261,7 @@ class SparseModelAverager(Averager):
         self._engine.reset()
         self.epoch = None
         self.shared.own = {}
-        self.exchange.restart(was_interrupted=self.is_exchanging)
+        self.drift_exchange.restart(was_interrupted=self.is_exchanging)
         self.is_exchanging = False
         self.num_steps = 0
 
@@ -285,4 +285,4 @@ class SparseModelAverager(Averager):
 
     def anchor(self) -> dict[str, Tensor]:
         """Return views of x by name with the weights' shapes, complex ones as real."""
-        return self.exchange.anchors()
+        return self.drift_exchange.anchors()

@@ -101,7 +101,7 @@ class Calibrator:
     def confirm(self, names: Collection[str]) -> None:
         """Adjust λ with the stored step after an optimizer stepped on ``names``.
 
-        A single λ is adjusted only by the first call per step, a λ per layer by each call with its layer.
+        With a single λ, later calls in a step do nothing. With one λ per layer, each call adjusts those of ``names``.
         """
         if self._unconfirmed is None or not names:
             return

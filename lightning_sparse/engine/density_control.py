@@ -27,8 +27,8 @@ by at most 95 % per step and falls by at most 11 %. At the highest pace, it trip
 LOG_AIM = log(4.0)
 """The largest distance of the controller's aim from the target density, in logarithms."""
 FLOAT8_ERROR = 300.0
-"""A root mean square of unsent values, in λ, from which λ is too small for float8, which sends up to 14,000 λ or more.
-If all sent values are in this range, their rounding errors stay below it."""
+"""If the root mean square of unsent values exceeds this many λ, λ is too small for float8, which sends at most 14,000
+to 28,000 λ. The rounding errors of values within that range stay below it."""
 SMALLEST, LARGEST = finfo(float32).tiny, finfo(float32).max
 """λ stays between these: it is compared with float32 values."""
 MAX_SMALL_LAYER_SHARE = 0.5

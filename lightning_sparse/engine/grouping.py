@@ -29,7 +29,7 @@ def require_one_device(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def kept_dtype(tensor: Tensor) -> torch.dtype:
+def residual_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of a tensor's residual: float64 for double precision, else float32."""
     return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
 
@@ -103,7 +103,7 @@ class ParameterBucket:
     def zeros(self) -> Tensor:
         """Return a flat tensor of zeros: float64 for double precision, else float32."""
         first = local(self.parameters[0])
-        return torch.zeros(self.layout.num_elements, dtype=kept_dtype(first), device=first.device)
+        return torch.zeros(self.layout.num_elements, dtype=residual_dtype(first), device=first.device)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Return flat views of a flat tensor by parameter name, in the order of indices."""

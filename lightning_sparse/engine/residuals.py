@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.grouping import as_parameter, flatten_as, kept_dtype, real_numel
+from lightning_sparse.engine.grouping import as_parameter, flatten_as, real_numel, residual_dtype
 from lightning_sparse.exchange.buffers import record_current_stream
 from lightning_sparse.selection.bucket import Residual
 from lightning_sparse.sparsifiers.protocol import LayerLayout
@@ -86,7 +86,9 @@ class ResidualMemory:
             if name in layers:
                 layers[name] = as_parameter(layers[name], parameter).flatten()
             else:
-                layers[name] = torch.zeros(real_numel(parameter), dtype=kept_dtype(parameter), device=parameter.device)
+                layers[name] = torch.zeros(
+                    real_numel(parameter), dtype=residual_dtype(parameter), device=parameter.device
+                )
         return layers
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -107,7 +109,7 @@ class ResidualMemory:
         self._buckets = {index: bucket for index, bucket in self._buckets.items() if bucket not in previous}
         for former in previous:
             former.shrink()
-        committed = torch.zeros(layout.num_elements, dtype=kept_dtype(gradient), device=gradient.device)
+        committed = torch.zeros(layout.num_elements, dtype=residual_dtype(gradient), device=gradient.device)
         bucket = _ResidualPair(layout, committed, committed if self._in_place else torch.zeros_like(committed))
         for name, start, end in layout.spans():
             if name in self._loaded:
@@ -132,8 +134,8 @@ class ResidualMemory:
 class _ResidualPair:
     """The two residuals of one bucket.
 
-    ``committed`` holds the committed residual, except for layers that are ``in_back_buffer``. ``back_buffer`` holds
-    the committed residual of these layers, and the pending residual of layers that are ``pending``.
+    ``committed`` holds the committed residuals, except those of the layers in ``in_back_buffer``, which
+    ``back_buffer`` holds. ``back_buffer`` also holds the pending residuals of the layers in ``pending``.
     """
 
     def __init__(self, layout: LayerLayout, committed: Tensor, back_buffer: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.grouping import kept_dtype
+from lightning_sparse.engine.grouping import residual_dtype
 from lightning_sparse.exchange.exchange import ExchangeMode
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.kernels import native
@@ -60,7 +60,7 @@ def _run_warmup(
         # Twice, because the second half of a reduce-scatter depends on the previous step.
         for left_out in (nothing, nothing, first_layer) if has_unused else (nothing, nothing):
             gradient = torch.zeros(layout.num_elements, dtype=dtype, device=device)
-            before, after = torch.zeros(2, layout.num_elements, dtype=kept_dtype(gradient), device=device)
+            before, after = torch.zeros(2, layout.num_elements, dtype=residual_dtype(gradient), device=device)
             scale = torch.ones(1, device=device) if is_scaled else None
             residual = Residual(before, after)
             bucket = FlatBucket(0, layout, gradient, residual, is_last=True, left_out=left_out, loss_scale=scale)

@@ -90,9 +90,11 @@ def end_group(group: dist.ProcessGroup | None) -> None:
 class OwnGroup:
     """Gives a group to its first user and new groups to others.
 
-    If two exchanges used one Gloo group in different orders, Gloo would confuse messages of equal sizes and abort the
-    process, without a Python error, at other sizes. In separate groups, the exchanges wait for each other until the
-    timeout. Collective: all ranks create and release these objects in the same order.
+    Gloo matches messages by their order. If two exchanges used one Gloo group in different orders, messages of equal
+    sizes would be mixed up, and others would abort the process without a Python error. In separate groups, the
+    exchanges wait for each other until the timeout.
+
+    Collective: all ranks create and release these objects in the same order.
 
     Args:
         group: the process group; None is the default group.
@@ -159,7 +161,7 @@ def replica_mesh(device_type: str, *shape: int) -> DeviceMesh:
 
 
 def replica_workers(between: dist.ProcessGroup) -> Workers:
-    """Return this worker's replica as workers of a group. Collective: every rank.
+    """Return the ranks of this worker's replica. Collective: every rank.
 
     Equal positions in replicas hold the same shard.
 

@@ -1,16 +1,18 @@
-"""Registration of DDP's communication hook."""
+"""DDP's communication hook and its registration."""
 
 from collections.abc import Collection
 from functools import partial
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.engine.options import GradientOptions, checked, settings_of
 from lightning_sparse.exchange.agreement import require_agreement
-from lightning_sparse.gradients.ddp_averager import DDPGradientAverager, sparse_hook
+from lightning_sparse.gradients.buckets import AverageFuture
+from lightning_sparse.gradients.ddp_averager import DDPGradientAverager
 from lightning_sparse.sparsifiers.protocol import Sparsifier, require_sparsifier
 
 
@@ -87,6 +89,24 @@ def register_comm_hook(
     state.pending_gradients.follow(ddp_module)
     ddp_module.register_forward_pre_hook(_refuse_join)
     return state
+
+
+# A compiled optimizer step calls backward in its closure. The exchange must stay out of the compiled graph.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sparse_hook(state: DDPGradientAverager, bucket: GradBucket) -> AverageFuture:
+    """Exchange a bucket sparsely, as DDP's communication hook. Collective; DDP calls it.
+
+    Returns:
+        A future of the bucket's buffer with S · (1/n) Σ_i out_i, the same bits on every worker.
+    """
+    # A replay would always send as many values as the recorded step.
+    if bucket.index() == 0 and bucket.buffer().device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "A sparse exchange cannot be part of a CUDA graph: payload sizes differ between steps, and the host reads "
+            "them. Record only work before the exchange, as torch.cuda.make_graphed_callables does for parts of a "
+            "model, or use Lightning's 'ddp'."
+        )
+    return state.receive(bucket)
 
 
 def refuse_sparse_gradients(module: torch.nn.Module, ignored: Collection[str] = ()) -> None:

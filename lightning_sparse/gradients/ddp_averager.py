@@ -10,7 +10,6 @@ buckets. Changes of residuals are pending until an optimizer steps on the gradie
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
@@ -230,21 +229,3 @@ class DDPGradientAverager(Averager):
                 "change weights, as under DDP. If you store gradients and use them later, call state.commit() after "
                 "each backward. This message appears once; see docs/guides/reliability.md."
             )
-
-
-# A compiled optimizer step calls backward in its closure. The exchange must stay out of the compiled graph.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def sparse_hook(state: DDPGradientAverager, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Exchange a bucket sparsely, as DDP's communication hook. Collective; DDP calls it.
-
-    Returns:
-        A future of the bucket's buffer with S · (1/n) Σ_i out_i, the same bits on every worker.
-    """
-    # A replay would always send as many values as the recorded step.
-    if bucket.index() == 0 and bucket.buffer().device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "A sparse exchange cannot be part of a CUDA graph: payload sizes differ between steps, and the host reads "
-            "them. Record only work before the exchange, as torch.cuda.make_graphed_callables does for parts of a "
-            "model, or use Lightning's 'ddp'."
-        )
-    return state.receive(bucket)

@@ -156,7 +156,8 @@ INLINE void stream(float *to, const float *group, int64_t count) {
     memcpy(to, group, count * sizeof *to);
 }
 
-/* Counts a selected value and writes it into the payload if it fits. Returns the rest as if it was sent. */
+/* Counts a selected value and writes it into the payload if it fits. Returns the remainder of a sent value, also if it
+   does not fit. */
 INLINE float send(task_t *task, float p, float excess, int64_t place) {
     int64_t at = task->selected++;
     float kept, sent = sent_and_kept(p, excess, task->wire, task->scale, &kept);

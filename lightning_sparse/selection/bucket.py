@@ -66,7 +66,7 @@ class FlatBucket:
     has_moved: bool = False
 
     def form(self) -> None:
-        """Do nothing. A subclass with ``weights`` forms gradient and residual, and sets ``weights`` to None."""
+        """Do nothing. Drifts override it: without compiled functions, they must be computed before a selection."""
 
     def move(self, transfer: Transfer, rows: Rows) -> None:
         """Move x and w by the average of all workers' payloads, without a tensor for the average."""

@@ -235,7 +235,7 @@ class Extraction:
         if bucket.weights is not None:
             residual = bucket.compensated()
         first = payload_format.unpack(payload, residual.dtype)
-        # Overflow starts after the payload's last coordinate. Earlier values of at least λ are rounding remainders.
+        # Overflow starts after the payload's last coordinate. Earlier values of at least λ are what rounding left.
         begin = int(first.indices[-1]) + 1 if first.indices.numel() else 0
         selections = [Selection(first.indices[:0], residual[:0])]
         for threshold, start, end, excess in self._pieces(bucket):

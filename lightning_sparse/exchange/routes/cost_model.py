@@ -17,8 +17,8 @@ DEVIATION_WEIGHT = 0.1
 SLACK_DEVIATIONS = 2.0
 """Margin in mean absolute deviations. With Gaussian noise, it is 1.6 standard deviations: one step in 20 overflows."""
 CPU_GBIT_S = 3.8
-"""The assumed rate of a CPU worker's link. It is low on purpose: on a fast link, buckets at densities of 9 to 14 % send
-fewer bytes than on the dense route, but may take longer."""
+"""The assumed rate of a CPU worker's link. At this low rate, ``auto`` also sends buckets with densities of 9 to 14 %
+sparsely. That saves bytes, but may take longer on a faster link."""
 INSIDE_GBIT_S, BETWEEN_GBIT_S = 2400.0, 100.0
 """The assumed rates of a GPU's link: NVLink if all workers share a node, else a network of 100 Gbit/s. Sparse routes
 are chosen only if they are faster even at these rates."""

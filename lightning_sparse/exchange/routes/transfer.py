@@ -35,7 +35,7 @@ class Transfer:
     1. the caller writes the sent values into ``payload``, or for a masked route into ``out``
     2. ``start``     in the bucket's hook: issues the first collective while backward continues
     3. ``prepare``   in the last bucket's hook, before any header is read: may issue a second collective in ``work``
-    4. ``complete``  during the copy of headers to the host: enqueues the usual last operations
+    4. ``complete``  during the copy of headers to the host: averages, as if no payload exceeded its capacity
     5. ``second_round``  with the headers: issues the collectives that need them
     6. ``finish``    the average is in ``out``
 
@@ -84,11 +84,11 @@ class Transfer:
         """Issue the first collective."""
 
     def prepare(self) -> Tensor | None:
-        """Continue without headers; may return a size, int64 on the device."""
+        """Start the second collective, if any, before headers are known; may return a size, int64 on the device."""
         return None
 
     def complete(self) -> None:
-        """Perform the usual last operations. On a GPU, the device then does not wait for the host."""
+        """Average as if no payload exceeded its capacity. A GPU then does not wait for the host."""
 
     def second_round(self, largest: Largest, header: Tensor) -> None:
         """Issue collectives that need the headers: none in most steps.

@@ -40,7 +40,7 @@ def _loaded(saved: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], A
         averager.load_state_dict(saved)
     own = clones(model.named_parameters())
     averager.step()  # continues
-    return own, averager.exchange.outer, messages
+    return own, averager.drift_exchange.outer, messages
 
 
 @on_workers(2)

@@ -131,7 +131,7 @@ def test_all_workers_see_non_finite_drifts_in_the_same_exchange():
             model[-1].bias.fill_(float("nan"))
             model[0].weight[0, 0] = float("inf")
     averager.step()
-    assert [model[-1].bias.item(), averager.exchange.largest_drift] == pytest.approx([nan, nan], nan_ok=True)
+    assert [model[-1].bias.item(), averager.drift_exchange.largest_drift] == pytest.approx([nan, nan], nan_ok=True)
     assert not model[0].weight[0, 0].isfinite()
     assert sum(int((~parameter.isfinite()).sum()) for parameter in model.parameters()) == 2
     assert averager.last_step.non_finite == 2
@@ -269,9 +269,9 @@ def test_a_reset_leaves_the_memory_of_an_interrupted_exchange_to_its_collectives
     interrupt(averager, interrupted)
     with pytest.raises(RuntimeError, match="An exception interrupted an exchange of drifts"):
         averager.step()
-    written = [bucket.drift for bucket in averager.exchange.buckets]
+    written = [bucket.drift for bucket in averager.drift_exchange.buckets]
     averager.reset()
-    assert not any(bucket.drift is old for bucket, old in zip(averager.exchange.buckets, written, strict=True))
+    assert not any(bucket.drift is old for bucket, old in zip(averager.drift_exchange.buckets, written, strict=True))
 
 
 def train_unfreezing(looks_at):

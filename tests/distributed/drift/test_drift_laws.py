@@ -145,7 +145,7 @@ def run_case(case):
             optimizer.step()
         before = flat(model)
         averager.step()
-        after, anchor, largest = flat(model), anchor_of(averager), averager.exchange.largest_drift
+        after, anchor, largest = flat(model), anchor_of(averager), averager.drift_exchange.largest_drift
         seen = None
         if case.happens("look", step):
             own = flat(model)

@@ -87,8 +87,8 @@ def test_residuals_equal_the_sum_of_each_workers_gradients(name: str) -> None:
     assert_equal(run["weights"], run["initial"])
     dtype = case.get("dtype", torch.float32)
     assert {weight.dtype for weight in run["weights"].values()} == {dtype}
-    kept_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-    assert {residual.dtype for residual in run["residuals"].values()} == {kept_dtype}
+    residual_dtype = torch.float64 if dtype is torch.float64 else torch.float32
+    assert {residual.dtype for residual in run["residuals"].values()} == {residual_dtype}
     assert any(values.abs().max() > 0.01 for values in expected.values())  # an oracle of zeros proves nothing
     tolerance = case.get("tolerance", 1e-5)
     residuals = {layer: residual.double() for layer, residual in run["residuals"].items()}

@@ -13,7 +13,7 @@ from lightning_sparse.engine.grouping import require_one_device
 from lightning_sparse.exchange.buffers import STEPS_BEFORE_FREE, Buffers
 from lightning_sparse.exchange.in_process import ThreadWorkers
 from lightning_sparse.exchange.workers import Workers
-from lightning_sparse.gradients.ddp_averager import sparse_hook
+from lightning_sparse.gradients.comm_hook import sparse_hook
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
