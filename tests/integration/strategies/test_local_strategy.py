@@ -316,8 +316,8 @@ def _validated(make: Callable[[], Classifier], *callbacks: Any) -> tuple[list[di
     ("make", "callbacks", "own"),
     [
         (WithAdam, (partial(LearningRateFinder, num_training_steps=5),), ()),
-        (Target, (), ("count",)),
-        (ConstantNorms, (), ("order", "flags", "of_first")),
+        (Target, (), ()),
+        (ConstantNorms, (), ()),
         (Odd, (), ("expert.weight", "expert.bias")),
         (GrowingModel, (), ("cache",)),
     ],
@@ -334,7 +334,7 @@ def test_workers_agree_to_the_end(make: Any, callbacks: tuple[Any, ...], own: tu
     if make is Target:
         assert torch.equal(left["masked"], Target().masked)
         assert torch.equal(left["third"], Target().third)
-        assert (left["count"], other_left["count"]) == (9, 18)
+        assert left["count"] == 9  # rank 0's; rank 1 counts twice as fast
     if make is Odd:
         for rank, (_, mine) in enumerate(results):
             assert torch.equal(mine["expert.weight"], torch.full((3, 2 + rank), float(rank)))
