@@ -52,7 +52,7 @@ class DriftExchange:
         self._module, self._engine, self._replica = module, engine, replica
         self._compared: dict[str, Tensor] = {}
         self.anchor_new()
-        self._num_compared = len(self.untrained.tensors(only_buffers=True))
+        self._num_compared = len(self.untrained.compared(only_buffers=True))
 
     def run(self) -> None:
         """Exchange selected values of drifts, and move anchor and weights by the average. Collective.
@@ -89,7 +89,7 @@ class DriftExchange:
             # Notes: the largest drift; in the last bucket also number and fingerprints of buffers.
             notes = torch.zeros(1, dtype=torch.float64, device=bucket.anchor.device)
             if is_last:
-                buffers = self.untrained.tensors(only_buffers=True)
+                buffers = self.untrained.compared(only_buffers=True)
                 self._compared = dict(islice(buffers.items(), self._num_compared))
                 prints = fingerprints([*self._compared.values()]).to(notes.device)
                 notes = torch.cat([notes, notes.new_full((1,), len(buffers)), prints])

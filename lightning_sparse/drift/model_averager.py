@@ -195,7 +195,7 @@ class SparseModelAverager(Averager):
     def averaged_weights(self) -> Iterator[None]:
         """Set all workers' weights to their mean inside the context. Collective.
 
-        Use it for validation, test, predict and saving. It costs a dense exchange of weights and floating-point
+        Use it for validation, test, predict and saving. It costs a dense exchange of weights and of differing
         buffers. After it, all workers have their own weights again. A nested context has no effect.
         """
         was_loaded = self.shared.is_loaded

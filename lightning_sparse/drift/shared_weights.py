@@ -86,10 +86,10 @@ class SharedWeights:
 
     @torch.no_grad()
     def mean(self, workers: Workers) -> dict[str, Tensor]:
-        """Return means of all workers' weights and differing other tensors by name. Collective."""
+        """Return the mean weights, and shared values of other tensors that differ, by name. Collective."""
         untrained = self._exchange.untrained
         untrained.register_new()
-        compared = untrained.tensors(only_buffers=False)
+        compared = untrained.compared(only_buffers=False)
         prints = fingerprints([*compared.values()]).view(-1, 2).tolist()
         of_workers = gather_objects(dict(zip(compared, prints, strict=True)), workers.group)
         # A new buffer may be on one worker only.

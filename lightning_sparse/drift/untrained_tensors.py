@@ -43,7 +43,7 @@ class UntrainedTensors:
                 known[name] = fingerprints([local(tensor)]).tolist() if is_set_up else []
                 self._is_buffer[name] = name in buffers
 
-    def tensors(self, *, only_buffers: bool) -> dict[str, Tensor]:
+    def compared(self, *, only_buffers: bool) -> dict[str, Tensor]:
         """Return buffers by name, and frozen parameters unless ``only_buffers``."""
         return self._tensors([name for name, is_buffer in self._is_buffer.items() if is_buffer or not only_buffers])
 

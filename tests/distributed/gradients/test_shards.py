@@ -206,7 +206,7 @@ def test_averagers_of_shards_raise_on_misuse():
     with pytest.raises(RuntimeError, match=r"replicas of ascending ranks: .* \[\(0, 3\), \(1, 2\)\]"):
         ShardGradientAverager(sharded(build_network(), crossed["shard"]), sparsifier, group=crossed["replicate"])
     other_dimension = nn.Linear(4, 4, bias=False)
-    fully_shard(other_dimension, mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(dist.get_rank() // 2 and 1))
+    fully_shard(other_dimension, mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(dist.get_rank() // 2))
     with pytest.raises(RuntimeError, match=r"shard of weight: rank 0: '\[2, 4\], .* rank 2: '\[4, 2\]"):
         ShardGradientAverager(other_dimension, sparsifier, group=mesh["replicate"])
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
